@@ -1,0 +1,225 @@
+"""The wire types: frozen, self-describing, additive only. Unknown fields are ignored when read.
+
+Everything is JSON (UTF-8). ``schemas/`` is generated from this module; a producer needs nothing else.
+"""
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdq.core.errors import InvalidMessage
+
+VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Priority = Literal["interactive", "batch"]
+
+
+class ChatMessage(Struct, frozen=True, omit_defaults=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str
+    name: str | None = None
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. The draw at output position i depends only on (seed, i, logits)."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0 keeps all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """None: what the model's context leaves, bounded by the workers' configuration."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """None: none; N: of the drawn token and of the N most likely ones."""
+
+
+class Policy(Struct, frozen=True, omit_defaults=True):
+    """What may be done for the request when something fails."""
+
+    on_handoff_failure: Literal["recompute", "reject"] = "recompute"
+    on_stream_failure: Literal["resume", "fail"] = "resume"
+    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    retain: Literal["fetched", "first_token", "done"] = "fetched"
+
+
+class PrefillJob(Struct, frozen=True, omit_defaults=True):
+    """One request, as a producer publishes it to ``pdq.jobs.prefill.<model>.<priority>``.
+
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given. ``request_id`` is for pdq's own bridge and
+    workers, which write the record first: a producer leaves it out, and learns the id from its first token frame.
+    """
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    reply_to: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s*>]+$")]
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    sampling: Sampling = Sampling()
+    policy: Policy = Policy()
+    timeout_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    priority: Priority = "interactive"
+    tenant: Annotated[str, Meta(max_length=256)] = ""
+    client_id: Annotated[str, Meta(max_length=256)] = ""
+    """The producer's own name for the request; only echoed in token entries."""
+    request_id: Annotated[str, Meta(max_length=64)] | None = None
+    output_so_far: tuple[TokenId, ...] = ()
+    """Resume: tokens that the client already has; prefilled after the prompt, never sent again."""
+    v: int = VERSION
+
+
+class DecodeJob(Struct, frozen=True, omit_defaults=True):
+    """Published by a prefill worker: KV for ``job`` is (or will be) offered; the record says where."""
+
+    job: PrefillJob
+    """With ``request_id`` and ``prompt_token_ids`` filled in."""
+    source: str
+    """The prefill worker, for logs; locators come from the record only."""
+    attempt: int
+    v: int = VERSION
+
+
+class Logprob(Struct, frozen=True, array_like=True):
+    token: TokenId
+    text: str
+    logprob: float
+
+
+class TokenLogprobs(Struct, frozen=True, omit_defaults=True):
+    """Log-probabilities at one output position."""
+
+    token: TokenId
+    text: str
+    logprob: float
+    top: tuple[Logprob, ...] = ()
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Failure(Struct, frozen=True):
+    """Why a request ended without success; ``code`` is one of ``pdq.core.errors``."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+class End(Struct, frozen=True, omit_defaults=True):
+    """The one terminal event of a request."""
+
+    state: Literal["done", "failed", "cancelled", "expired"]
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it."""
+    tail: str = ""
+    """Text that was held back (it might have become a stop string or half a character) and belongs to the output."""
+    usage: Usage | None = None
+    error: Failure | None = None
+
+
+class TokenEntry(Struct, frozen=True, omit_defaults=True):
+    """What one request got: tokens ``seq`` .. ``seq + len(tokens) - 1``, and its end if that was all.
+
+    ``pieces[i]`` is the text that became certain with ``tokens[i]``: a pure function of the tokens up to it, so a
+    repeated token repeats its piece. ``end`` comes with, or after, the last token; its place is ``seq + len(tokens)``.
+    """
+
+    request_id: str
+    seq: Annotated[int, Meta(ge=0)]
+    tokens: tuple[TokenId, ...] = ()
+    pieces: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    end: End | None = None
+    client_id: str = ""
+
+
+class TokenFrame(Struct, frozen=True, omit_defaults=True):
+    """What a worker sends to one destination after one step: all that step's tokens that go there."""
+
+    worker: str
+    entries: tuple[TokenEntry, ...]
+    v: int = VERSION
+
+
+# --- Control ----------------------------------------------------------------------------------------------------------
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """To all workers: these records are terminal; stop and free whatever you hold of them."""
+
+    request_ids: tuple[str, ...]
+
+
+class Resend(Struct, frozen=True, tag="resend"):
+    """To a worker: send ``request_id``'s tokens from ``seq`` on to ``reply_to`` again."""
+
+    request_id: str
+    seq: int
+    reply_to: str
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """To a worker: stop pulling, finish what runs within ``deadline_ms``, leave."""
+
+    deadline_ms: int = 60_000
+
+
+Control = Cancel | Resend | Drain
+
+
+class OutputQuestion(Struct, frozen=True, tag="output?"):
+    """To the owner of ``reply_to`` (NATS request): which tokens of ``request_id`` do you have?"""
+
+    request_id: str
+
+
+class OutputAnswer(Struct, frozen=True):
+    """``tokens`` in order from 0; ``wanted`` is False when the owner no longer wants the request."""
+
+    request_id: str
+    wanted: bool
+    tokens: tuple[TokenId, ...] = ()
+
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode(message: Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """``data`` as a message of ``kind``.
+
+    Raises:
+        InvalidMessage: too large, not JSON, or not this type; the message names the field.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidMessage(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        result: T = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise InvalidMessage(f"not a valid {name}: {error}") from error
+    return result

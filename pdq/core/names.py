@@ -1,0 +1,120 @@
+"""Every subject, stream, consumer, header and key that pdq puts on the wire, once.
+
+Model names may hold any character (``org/model.v1``); in subjects and consumer names they appear as ``token(model)``.
+Redis keys carry the model as a hash tag, ``{model}``, so that all keys of one script live in one cluster slot.
+"""
+
+from typing import Final
+from urllib.parse import quote
+
+# --- NATS: jobs (JetStream) -------------------------------------------------------------------------------------------
+
+PREFILL_STREAM: Final = "PDQ_PREFILL"
+DECODE_STREAM: Final = "PDQ_DECODE"
+LOCAL_STREAM: Final = "PDQ_LOCAL"
+DEAD_STREAM: Final = "PDQ_DEAD"
+
+PREFILL_SUBJECTS: Final = "pdq.jobs.prefill.>"
+DECODE_SUBJECTS: Final = "pdq.jobs.decode.>"
+LOCAL_SUBJECTS: Final = "pdq.jobs.local.>"
+DEAD_SUBJECTS: Final = "pdq.dead.>"
+
+HEADER_MSG_ID: Final = "Nats-Msg-Id"
+HEADER_TTL: Final = "Nats-TTL"
+HEADER_DEAD_REASON: Final = "Pdq-Reason"
+HEADER_DEAD_DETAIL: Final = "Pdq-Detail"
+HEADER_DEAD_SUBJECT: Final = "Pdq-Subject"
+
+
+def token(model: str) -> str:
+    """``model`` as one NATS subject token: letters, digits, ``-`` and ``_`` stay, all else is %XX with ``=`` for ``%``."""
+    return quote(model, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
+
+
+def prefill_subject(model: str, priority: str = "interactive") -> str:
+    """Where a ``PrefillJob`` for ``model`` is published."""
+    return f"pdq.jobs.prefill.{token(model)}.{priority}"
+
+
+def decode_subject(model: str, priority: str = "interactive") -> str:
+    """Where a ``DecodeJob`` for ``model`` is published (by pdq's own workers only)."""
+    return f"pdq.jobs.decode.{token(model)}.{priority}"
+
+
+def local_subject(model: str, priority: str = "interactive") -> str:
+    """Where a ``PrefillJob`` goes that one worker shall prefill and decode (aggregated)."""
+    return f"pdq.jobs.local.{token(model)}.{priority}"
+
+
+def dead_subject(queue: str, model: str) -> str:
+    """Where a rejected job of ``queue`` ends, with its reason in the headers."""
+    return f"pdq.dead.{queue}.{token(model)}"
+
+
+def consumer(model: str) -> str:
+    """The durable pull consumer that all workers of one queue and model share."""
+    return f"workers-{token(model)}"
+
+
+# --- NATS: tokens and control (core) ----------------------------------------------------------------------------------
+
+
+def reply_subject(owner: str) -> str:
+    """Where one process (a bridge, a CLI) receives the token frames of all its requests."""
+    return f"pdq.tokens.{owner}"
+
+
+def worker_subject(worker: str) -> str:
+    """Control messages for one worker: ``Resend``, ``Drain``."""
+    return f"pdq.control.worker.{worker}"
+
+
+CANCEL_SUBJECT: Final = "pdq.control.cancel"
+
+# --- Redis / Valkey ---------------------------------------------------------------------------------------------------
+
+MODELS_KEY: Final = "pdq:models"
+WORKERS_KEY: Final = "pdq:workers"
+
+
+def record_key(model: str, request_id: str) -> str:
+    """Hash: the handoff record."""
+    return f"pdq:{{{model}}}:record:{request_id}"
+
+
+def log_key(model: str, request_id: str) -> str:
+    """List: one entry per applied transition, for ``pdq trace``."""
+    return f"pdq:{{{model}}}:log:{request_id}"
+
+
+def load_key(model: str) -> str:
+    """Hash: per-state counters of requests, prompt tokens and reserved tokens."""
+    return f"pdq:{{{model}}}:load"
+
+
+def due_key(model: str) -> str:
+    """Sorted set: request id by the earliest instant (ms) at which a lease or the deadline runs out."""
+    return f"pdq:{{{model}}}:due"
+
+
+def tier_key(model: str, request_id: str, epoch: int, part: str) -> str:
+    """String: one chunk (``part`` is its index) or the header (``head``) of KV bytes in the Redis tier."""
+    return f"pdq:{{{model}}}:kv:{request_id}:{epoch}:{part}"
+
+
+def worker_key(worker: str) -> str:
+    """String with TTL: what a live worker says of itself (contract, capacity, occupancy)."""
+    return f"pdq:worker:{worker}"
+
+
+# --- Environment, shared memory ---------------------------------------------------------------------------------------
+
+SHM_PREFIX: Final = "pdq-kv-"
+
+ENV_NATS_URL: Final = "PDQ_NATS_URL"
+ENV_REDIS_URL: Final = "PDQ_REDIS_URL"
+ENV_BRIDGE_URL: Final = "PDQ_BRIDGE_URL"
+
+HEADER_REQUEST_ID: Final = "x-request-id"
+HEADER_CLIENT_REQUEST_ID: Final = "x-client-request-id"
+HEADER_TIMEOUT_MS: Final = "x-request-timeout-ms"

@@ -1,0 +1,158 @@
+"""Every setting, once: frozen, grouped by concern, units in the names, defaults here and nowhere else.
+
+A setting is read from the environment as ``PDQ_<GROUP>_<NAME>``: ``lease.ttl_ms`` is ``PDQ_LEASE_TTL_MS``. A value that
+does not parse, or a ``PDQ_`` variable that nobody knows, is an error that names it: a typing error in a manifest must
+not become a silent default.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdq.core.errors import InvalidSettings
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Milliseconds = Annotated[float, Meta(ge=0)]
+Transports = tuple[Literal["ucx", "shm", "redis", "memory"], ...]
+
+
+class NatsSettings(Struct, frozen=True):
+    url: str = "nats://127.0.0.1:4222"
+    """Comma-separated for a cluster."""
+    connect_timeout_s: Seconds = 5.0
+
+
+class RedisSettings(Struct, frozen=True):
+    url: str = "redis://127.0.0.1:6379/0"
+    timeout_s: Seconds = 5.0
+
+
+class LeaseSettings(Struct, frozen=True):
+    ttl_ms: Annotated[int, Meta(ge=100)] = 10_000
+    """Renewed at a third. After a holder's death nothing of it is left after this plus one reaper period."""
+    reaper_period_ms: Annotated[int, Meta(ge=10)] = 1_000
+    ended_ttl_s: Positive = 600
+    """How long an ended record (and its log, for ``pdq trace``) stays readable."""
+
+
+class QueueSettings(Struct, frozen=True):
+    ack_wait_s: Seconds = 10.0
+    """An unacknowledged job is delivered again after this; holders say "in progress" at a third."""
+    max_deliver: Positive = 100
+    """A guard, far above what ``policy.max_attempts`` allows."""
+    max_messages: Positive = 200_000
+    """Per stream; past it, publishing is refused."""
+    duplicate_window_s: Seconds = 120.0
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+
+
+class TransportSettings(Struct, frozen=True):
+    order: Transports = ("ucx", "shm", "redis")
+    """Which transports a source offers on, and the order in which a sink tries them. ``redis`` in this list is only
+    tried for handoffs that were written to it: see ``write_through``."""
+    write_through: Transports = ()
+    """Tiers that get a copy of every handoff as it is computed. A tier outlives its source's process."""
+    fetch_timeout_s: Seconds = 30.0
+    ucx_host: str = "127.0.0.1"
+    """Where the UCX listener binds and what goes into its locators."""
+    tier_ttl_s: Seconds = 120.0
+    """TTL of a tier's objects: a dead writer leaves nothing."""
+
+
+class EngineSettings(Struct, frozen=True):
+    device: str = "auto"
+    """``auto``: CUDA where there is a device, else CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``auto``: float32 on CPU, the checkpoint's own elsewhere."""
+    block_size: Positive = 16
+    chunk_tokens: Positive = 256
+    kv_tokens: Positive = 16_384
+    """KV capacity of one worker, in tokens."""
+    max_running: Positive = 64
+    """Requests that one worker computes or holds at a time."""
+    max_output_tokens: Positive = 4_096
+    """Bound on ``max_tokens``, and its default together with what the context leaves."""
+
+
+class SimSettings(Struct, frozen=True):
+    """The engine without a model."""
+
+    prefill_ms_per_token: Milliseconds = 0.0
+    step_ms: Milliseconds = 0.0
+    kv_bytes_per_token: Positive = 1_024
+    max_context: Positive = 32_768
+
+
+class HandoffSettings(Struct, frozen=True):
+    order: Literal["on_start", "on_first_chunk", "on_complete"] = "on_complete"
+    """When the decode job is published: from "transfer overlaps compute" to "late binding of the decode worker"."""
+    mode: Literal["disaggregated", "aggregated", "auto"] = "disaggregated"
+    auto_local_tokens: Positive = 64
+    """``auto``: prompts up to this many tokens are prefilled by a decode worker."""
+    default_timeout_ms: Positive = 600_000
+    max_timeout_ms: Positive = 3_600_000
+
+
+class BridgeSettings(Struct, frozen=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """0: a free one."""
+    max_body_bytes: Positive = 4 * 1024 * 1024
+    silence_s: Seconds = 5.0
+    """A stream that is silent for this long is compared with its record."""
+
+
+class Settings(Struct, frozen=True):
+    nats: NatsSettings = NatsSettings()
+    redis: RedisSettings = RedisSettings()
+    lease: LeaseSettings = LeaseSettings()
+    queue: QueueSettings = QueueSettings()
+    transport: TransportSettings = TransportSettings()
+    engine: EngineSettings = EngineSettings()
+    sim: SimSettings = SimSettings()
+    handoff: HandoffSettings = HandoffSettings()
+    bridge: BridgeSettings = BridgeSettings()
+
+
+# Variables that are not settings of a program but tell commands and tools where things are.
+PLACES: Final = frozenset({"PDQ_STATE_DIR", "PDQ_BRIDGE_URL", "PDQ_CACHE_DIR", "PDQ_LOG_LEVEL", "PDQ_LOG_FORMAT"})
+
+
+def variables() -> Iterator[tuple[str, str, str, Any]]:
+    """(environment variable, group, field, default) of every setting."""
+    for group in msgspec.structs.fields(Settings):
+        for field in msgspec.structs.fields(group.type):
+            yield f"PDQ_{group.name}_{field.name}".upper(), group.name, field.name, field.default
+
+
+def load(environ: Mapping[str, str]) -> Settings:
+    """Settings from environment variables.
+
+    Raises:
+        InvalidSettings: a value does not parse, or a ``PDQ_`` variable is unknown.
+    """
+    known = {variable: (group, field) for variable, group, field, _ in variables()}
+    unknown = [name for name in environ if name.startswith("PDQ_") and name not in known and name not in PLACES]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], [*known, *PLACES], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; `pdq settings` lists them"
+        raise InvalidSettings(f"unknown setting {unknown[0]}{hint}")
+    values: dict[str, dict[str, Any]] = {}
+    for variable, (group, field) in known.items():
+        if variable in environ:
+            values.setdefault(group, {})[field] = _parse(variable, environ[variable], group, field)
+    return msgspec.convert(values, Settings)
+
+
+def _parse(variable: str, text: str, group: str, field: str) -> Any:
+    group_type = next(f.type for f in msgspec.structs.fields(Settings) if f.name == group)
+    kind = next(f.type for f in msgspec.structs.fields(group_type) if f.name == field)
+    raw: Any = [part.strip() for part in text.split(",") if part.strip()] if kind is Transports else text.strip()
+    try:
+        return msgspec.convert(raw, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidSettings(f"{variable}={text!r} is not valid: {error}") from error
