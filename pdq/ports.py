@@ -416,7 +416,10 @@ class KvTransport(Protocol):
 
 
 class PromptWork(Struct, frozen=True):
-    """A prompt to prefill: ``tokens`` is prompt plus output so far, of which the last ``resumed`` were output."""
+    """A prompt to prefill: ``tokens`` is prompt plus output so far, of which the last ``resumed`` were output.
+
+    ``sampling.seed`` is always filled in here. ``max_new_tokens`` counts what may still follow ``tokens``.
+    """
 
     request_id: str
     tokens: tuple[int, ...]

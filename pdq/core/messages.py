@@ -15,6 +15,8 @@ MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Priority = Literal["interactive", "batch"]
+PROMPT_FIELDS: Final = ("prompt", "messages", "prompt_token_ids")
+"""The ways to give a prompt; a job uses exactly one."""
 
 
 class ChatMessage(Struct, frozen=True, omit_defaults=True):
@@ -32,7 +34,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 keeps all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """None: derived from the request id, so that a retry still draws the same tokens."""
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
@@ -79,6 +82,11 @@ class PrefillJob(Struct, frozen=True, omit_defaults=True):
     """Resume: tokens that the client already has; prefilled after the prompt, never sent again."""
     v: int = VERSION
 
+    def __post_init__(self) -> None:
+        given = [name for name in PROMPT_FIELDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(PROMPT_FIELDS)} must be given, got {', '.join(given) or 'none'}")
+
 
 class DecodeJob(Struct, frozen=True, omit_defaults=True):
     """Published by a prefill worker: KV for ``job`` is (or will be) offered; the record says where."""
@@ -88,6 +96,8 @@ class DecodeJob(Struct, frozen=True, omit_defaults=True):
     source: str
     """The prefill worker, for logs; locators come from the record only."""
     attempt: int
+    first_logprobs: "TokenLogprobs | None" = None
+    """Of the token that the prefill side emitted, so that the decode side can send it again."""
     v: int = VERSION
 
 
@@ -166,6 +176,12 @@ class Cancel(Struct, frozen=True, tag="cancel"):
     request_ids: tuple[str, ...]
 
 
+class Release(Struct, frozen=True, tag="release"):
+    """To a source: these handoffs are fetched; their KV is no longer needed."""
+
+    request_ids: tuple[str, ...]
+
+
 class Resend(Struct, frozen=True, tag="resend"):
     """To a worker: send ``request_id``'s tokens from ``seq`` on to ``reply_to`` again."""
 
@@ -180,10 +196,10 @@ class Drain(Struct, frozen=True, tag="drain"):
     deadline_ms: int = 60_000
 
 
-Control = Cancel | Resend | Drain
+Control = Cancel | Release | Resend | Drain
 
 
-class OutputQuestion(Struct, frozen=True, tag="output?"):
+class OutputQuestion(Struct, frozen=True, tag="output_question"):
     """To the owner of ``reply_to`` (NATS request): which tokens of ``request_id`` do you have?"""
 
     request_id: str

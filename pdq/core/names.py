@@ -65,7 +65,7 @@ def reply_subject(owner: str) -> str:
 
 
 def worker_subject(worker: str) -> str:
-    """Control messages for one worker: ``Resend``, ``Drain``."""
+    """Control messages for one worker: ``Release``, ``Resend``, ``Drain``."""
     return f"pdq.control.worker.{worker}"
 
 

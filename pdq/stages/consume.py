@@ -1,0 +1,138 @@
+"""The loop between a work queue and a worker: pull while there is room, handle, give the verdict.
+
+What becomes of a job is ``pdq.core.delivery.verdict`` of the error that ended its handling, and is carried out here
+and nowhere else. A job whose handling is cut by shutdown goes back to the queue at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from pdq.core.delivery import Ack, Reject, Retry, verdict
+from pdq.core.errors import PdqError
+from pdq.ports import Delivery, JobQueue, Queue
+from pdq.stages.keepalive import Keepalive
+
+log = logging.getLogger(__name__)
+
+PULL_WAIT_S = 5.0
+
+Handle = Callable[[Delivery], Awaitable[None]]
+OnReject = Callable[[Delivery, Reject], Awaitable[None]]
+
+
+class Room:
+    """How many more jobs a worker takes now, and a way to wait until that changes."""
+
+    def __init__(self, free: Callable[[], int]) -> None:
+        self.free = free
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """To be called by whoever gives something back."""
+        self._changed.set()
+
+    async def wait(self, enough: Callable[[], bool] | None = None) -> None:
+        """Until there is room (or ``enough()`` holds)."""
+        while not (enough() if enough else self.free() > 0):
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Consumer:
+    """Pulls one queue for one model, and runs every job's handling as a task of its own."""
+
+    def __init__(
+        self,
+        jobs: JobQueue,
+        queue: Queue,
+        model: str,
+        room: Room,
+        handle: Handle,
+        on_reject: OnReject,
+        keepalive: Keepalive,
+    ) -> None:
+        self._jobs = jobs
+        self._queue = queue
+        self._model = model
+        self._room = room
+        self._handle = handle
+        self._on_reject = on_reject
+        self._keepalive = keepalive
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Pull until ``draining`` is set, then return when the last job has its verdict. Cancelling cuts them off."""
+        pulling = asyncio.ensure_future(self._pull_forever())
+        drain = asyncio.ensure_future(draining.wait())
+        try:
+            await asyncio.wait({pulling, drain}, return_when=asyncio.FIRST_COMPLETED)
+            if pulling.done():
+                pulling.result()
+            pulling.cancel()
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            for task in (pulling, drain, *self._tasks):
+                task.cancel()
+            await asyncio.gather(pulling, drain, *self._tasks, return_exceptions=True)
+
+    async def _pull_forever(self) -> None:
+        while True:
+            await self._room.wait()
+            try:
+                deliveries = await self._jobs.pull(
+                    self._queue, self._model, limit=self._room.free(), wait_s=PULL_WAIT_S
+                )
+            except PdqError as error:
+                log.warning("cannot pull from %s (%s): %s", self._queue, error.code, error)
+                await asyncio.sleep(0.5)
+                continue
+            for delivery in deliveries:
+                task = asyncio.create_task(self._one(delivery))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            # Let the new handlings take their room before it is asked for again.
+            await asyncio.sleep(0)
+
+    async def _one(self, delivery: Delivery) -> None:
+        try:
+            with self._keepalive.in_progress(delivery):
+                error = await self._outcome(delivery)
+            await self._conclude(delivery, error)
+        except asyncio.CancelledError:
+            with contextlib.suppress(PdqError):
+                await delivery.retry(0)
+            raise
+        except PdqError as error:
+            # The broker or ledger is away: the job comes back by itself after ack_wait.
+            log.warning("no verdict for job %s/%d (%s): %s", self._queue, delivery.sequence, error.code, error)
+        finally:
+            self._room.changed()
+
+    async def _outcome(self, delivery: Delivery) -> Exception | None:
+        try:
+            await self._handle(delivery)
+        except Exception as error:
+            return error
+        return None
+
+    async def _conclude(self, delivery: Delivery, error: Exception | None) -> None:
+        match verdict(error, delivery.deliveries):
+            case Ack():
+                if error is not None:
+                    log.debug("job %s/%d let go: %s", self._queue, delivery.sequence, error)
+                await delivery.ack()
+            case Retry(delay_s):
+                log.info("job %s/%d again in %.2f s: %s", self._queue, delivery.sequence, delay_s, error)
+                await delivery.retry(delay_s)
+            case Reject() as reject:
+                expected = isinstance(error, PdqError)
+                log.error(
+                    "job %s/%d rejected (%s): %s",
+                    *(self._queue, delivery.sequence, reject.code, reject.detail),
+                    exc_info=None if expected else error,
+                )
+                await self._on_reject(delivery, reject)
+                await delivery.reject(reject.code, reject.detail)

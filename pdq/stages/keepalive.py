@@ -1,0 +1,98 @@
+"""Heartbeats of one worker: leases, deliveries in progress, and its entry in the registry.
+
+One batched renewal per period, however many requests are held. A lease that turns out lost is reported to its holder
+once, and never renewed back. Nothing here computes, so compute that blocks its own thread starves nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+from pdq.core.errors import PdqError
+from pdq.core.lease import Hold, renewal_period_s
+from pdq.core.settings import LeaseSettings, QueueSettings
+from pdq.ports import Delivery, HandoffLedger, WorkerInfo, WorkerRegistry
+
+log = logging.getLogger(__name__)
+
+OnLost = Callable[[Hold], None]
+
+
+class Keepalive:
+    def __init__(
+        self,
+        ledger: HandoffLedger,
+        registry: WorkerRegistry,
+        lease: LeaseSettings,
+        queue: QueueSettings,
+        info: Callable[[], WorkerInfo],
+    ) -> None:
+        self._ledger = ledger
+        self._registry = registry
+        self._lease = lease
+        self._queue = queue
+        self._info = info
+        self._holds: dict[Hold, OnLost] = {}
+        self._deliveries: set[Delivery] = set()
+
+    def hold(self, hold: Hold, on_lost: OnLost) -> None:
+        """Renew until ``drop``, or until it is lost."""
+        self._holds[hold] = on_lost
+
+    def drop(self, hold: Hold) -> None:
+        self._holds.pop(hold, None)
+
+    @contextlib.contextmanager
+    def holding(self, hold: Hold, on_lost: OnLost) -> Iterator[None]:
+        self.hold(hold, on_lost)
+        try:
+            yield
+        finally:
+            self.drop(hold)
+
+    @contextlib.contextmanager
+    def in_progress(self, delivery: Delivery) -> Iterator[None]:
+        self._deliveries.add(delivery)
+        try:
+            yield
+        finally:
+            self._deliveries.discard(delivery)
+
+    async def announce(self) -> None:
+        """Tell the registry now, without waiting for the next period."""
+        await self._registry.announce(self._info(), self._lease.ttl_ms)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        period = renewal_period_s(self._lease.ttl_ms)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_every(period, self._renew))
+            group.create_task(_every(period, self.announce))
+            group.create_task(_every(self._queue.ack_wait_s / 3, self._say_in_progress))
+
+    async def _renew(self) -> None:
+        holds = list(self._holds)
+        if not holds:
+            return
+        for lost in await self._ledger.renew(holds, self._lease.ttl_ms):
+            if on_lost := self._holds.pop(lost, None):
+                on_lost(lost)
+
+    async def _say_in_progress(self) -> None:
+        for delivery in list(self._deliveries):
+            if delivery in self._deliveries:
+                await delivery.in_progress()
+
+
+async def _every(period_s: float, beat: Callable[[], Awaitable[None]]) -> None:
+    """Call ``beat`` each period; a server that is away is no reason to stop trying, only to try sooner."""
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await beat()
+        except PdqError as error:
+            log.warning("heartbeat failed (%s), trying again: %s", error.code, error)
+            await asyncio.sleep(min(period_s / 4, 1.0))
+            with contextlib.suppress(PdqError):
+                await beat()
