@@ -320,6 +320,8 @@ class Occupancy(Struct, frozen=True):
 
 
 class WorkerInfo(Struct, frozen=True):
+    """What a live worker says of itself, again and again, until its entry runs out."""
+
     worker: str
     pool: Pool
     model: str
