@@ -119,7 +119,13 @@ class Settings(Struct, frozen=True):
 
 
 # Variables that are not settings of a program but tell commands and tools where things are.
-PLACES: Final = frozenset({"PDQ_STATE_DIR", "PDQ_BRIDGE_URL", "PDQ_CACHE_DIR", "PDQ_LOG_LEVEL", "PDQ_LOG_FORMAT"})
+PLACES: Final[Mapping[str, str]] = {
+    "PDQ_STATE_DIR": "Where ``pdq up`` keeps its state and commands look for a running system; ``.pdq`` if not set.",
+    "PDQ_BRIDGE_URL": "Where the OpenAI API of a running system is.",
+    "PDQ_CACHE_DIR": "Where converted model checkpoints are kept.",
+    "PDQ_LOG_LEVEL": "``debug``, ``info`` (if not set), ``warning`` or ``error``.",
+    "PDQ_LOG_FORMAT": "``json``: one JSON object a line instead of text.",
+}
 
 
 def variables() -> Iterator[tuple[str, str, str, Any]]:

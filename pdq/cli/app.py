@@ -1,0 +1,51 @@
+"""All commands under one program, and the one place where an error becomes a line on stderr and an exit status."""
+
+import sys
+from typing import Final
+
+import typer
+
+from pdq.cli import leases, publish, schemas, settings, status, trace
+from pdq.core import errors
+
+EXIT_OTHER: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_UNAVAILABLE: Final = 3
+EXIT_NOT_FOUND: Final = 4
+
+app = typer.Typer(
+    name="pdq",
+    help="Serve LLMs with prefill and decode in separate pools, driven by message queues.",
+    epilog="Exit status: 0 success; 2 bad input; 3 a server is unavailable; 4 not found; 1 any other failure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.command()(status.status)
+app.command()(leases.leases)
+app.command()(trace.trace)
+app.command()(publish.publish)
+app.command()(settings.settings)
+app.command()(schemas.schemas)
+
+
+def exit_status(error: errors.PdqError) -> int:
+    match error:
+        case errors.BadInput() | errors.Incompatible():
+            return EXIT_BAD_INPUT
+        case errors.Refused():
+            return EXIT_UNAVAILABLE
+        case errors.RecordNotFound():
+            return EXIT_NOT_FOUND
+        case _:
+            return EXIT_OTHER
+
+
+def run() -> None:
+    """Run the command that the arguments name, and exit."""
+    try:
+        app()
+    except errors.PdqError as error:
+        print(f"pdq: {error}", file=sys.stderr)
+        sys.exit(exit_status(error))

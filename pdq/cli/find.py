@@ -1,0 +1,97 @@
+"""Finding a running system, and talking to it: where its servers are, one connection, one loop per command.
+
+``pdq up`` writes its addresses to the file ``env`` in its state directory. A variable in the environment wins over that
+file, so that the same commands work on an operator's own clusters, without any state directory.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Final, Protocol, TypeVar
+
+import typer
+
+from pdq.core import names
+from pdq.core.errors import InvalidSettings, Unavailable
+from pdq.core.settings import Settings, load
+from pdq.ports import HandoffLedger, JobQueue, TokenBus, WorkerRegistry
+
+T = TypeVar("T")
+
+ENV_FILE: Final = "env"
+NEEDED: Final = (names.ENV_NATS_URL, names.ENV_REDIS_URL)
+WRITTEN: Final = (*NEEDED, names.ENV_BRIDGE_URL)
+
+StateDir = Annotated[
+    Path,
+    typer.Option(
+        "--state-dir",
+        envvar="PDQ_STATE_DIR",
+        help="State directory of the `pdq up` to talk to. PDQ_NATS_URL and PDQ_REDIS_URL in the environment win over it.",
+    ),
+]
+DEFAULT_STATE_DIR: Final = Path(".pdq")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class System(Protocol):
+    """What commands ask of a running system."""
+
+    @property
+    def queue(self) -> JobQueue: ...
+    @property
+    def bus(self) -> TokenBus: ...
+    @property
+    def ledger(self) -> HandoffLedger: ...
+    @property
+    def registry(self) -> WorkerRegistry: ...
+
+
+def environment(state_dir: Path) -> dict[str, str]:
+    """This process's environment, completed from the ``env`` file of ``state_dir``.
+
+    Raises:
+        Unavailable: neither says where the servers are.
+        InvalidSettings: the file is not one that ``pdq up`` wrote.
+    """
+    file = state_dir / ENV_FILE
+    merged = {**_read(file), **os.environ}
+    if missing := [variable for variable in NEEDED if not merged.get(variable)]:
+        raise Unavailable(
+            f"no running system found: {file} does not exist and {' and '.join(missing)} not set. "
+            "Start one with `pdq up`, name its --state-dir, or set the variables to your own servers"
+            if not file.exists()
+            else f"{file} does not name {' and '.join(missing)}: start `pdq up` again"
+        )
+    return merged
+
+
+def _read(file: Path) -> Mapping[str, str]:
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(f"cannot read {file}: {error}") from error
+    found: dict[str, str] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        variable, _, value = line.partition("=")
+        if variable not in WRITTEN:
+            raise InvalidSettings(f"{file}: {line!r} is not one of {', '.join(WRITTEN)}")
+        found[variable] = value
+    return found
+
+
+def talk(state_dir: Path, work: Callable[[System, Settings], Awaitable[T]]) -> T:
+    """Run ``work`` on a connection to the system that ``state_dir`` or the environment names."""
+    settings = load(environment(state_dir))
+
+    async def connected() -> T:
+        from pdq.connect import connect
+
+        async with connect(settings, "cli") as system:
+            return await work(system, settings)
+
+    return asyncio.run(connected())

@@ -1,0 +1,30 @@
+"""Figures and tables as people read them."""
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console() -> "Console":
+    """Standard output; wide when it is no terminal, so that a pipe gets one line for each row."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def seconds(ms: float) -> str:
+    """A duration for people: ``340 ms``, ``1.2 s``, ``95 s``."""
+    if abs(ms) < 1000:
+        return f"{ms:.0f} ms"
+    return f"{ms / 1000:.1f} s" if abs(ms) < 60_000 else f"{ms / 1000:.0f} s"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

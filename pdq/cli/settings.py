@@ -1,0 +1,49 @@
+"""``pdq settings``: every environment variable, with what it is and what it is when it is not set."""
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from pdq.cli.docstrings import field_docs, prose
+from pdq.cli.find import AsJson
+from pdq.cli.human import console
+from pdq.core.settings import PLACES, Settings, variables
+
+
+class Variable(Struct, frozen=True):
+    name: str
+    default: str
+    """As it would be written in the environment; empty if there is none."""
+    meaning: str
+
+
+def listing() -> list[Variable]:
+    """All variables: the settings in the order of their groups, then the places."""
+    groups = {group.name: group.type for group in msgspec.structs.fields(Settings)}
+    known = [
+        Variable(name, written(default), field_docs(groups[group]).get(field, ""))
+        for name, group, field, default in variables()
+    ]
+    return known + [Variable(name, "", prose(meaning)) for name, meaning in PLACES.items()]
+
+
+def written(value: object) -> str:
+    """A setting's value as text that ``pdq.core.settings.load`` reads back as the same value."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def settings(as_json: AsJson = False) -> None:
+    """List every setting: its environment variable, its default, what it means."""
+    found = listing()
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("variable", "default", "meaning", box=None, pad_edge=False, header_style="bold")
+    for variable in found:
+        table.add_row(variable.name, Text(variable.default), Text(variable.meaning))
+    console().print(table)
