@@ -92,18 +92,27 @@ class Rule(NamedTuple):
     releases: tuple[Side, ...] = ()
     """These leases are cleared."""
     moves_source_to_sink: bool = False
+    voids_kv: bool = False
+    """What the record says of the KV (``KV_FIELDS``) is of an attempt that is over, and is cleared."""
 
+    @property
+    def counts_attempt(self) -> bool:
+        """An attempt is one claim of the source's side."""
+        return self.claims is Side.SOURCE
+
+
+KV_FIELDS: Final = ("layout", "locators", "digest")
 
 RULES: Final[Mapping[Event, Rule]] = MappingProxyType(
     {
-        Event.BEGIN: Rule(Author.CLAIMANT, claims=Side.SOURCE, releases=(Side.SINK,)),
+        Event.BEGIN: Rule(Author.CLAIMANT, claims=Side.SOURCE, releases=(Side.SINK,), voids_kv=True),
         Event.CLAIM: Rule(Author.CLAIMANT, claims=Side.SINK),
         Event.READY: Rule(Author.SOURCE),
         Event.ADOPT: Rule(Author.SOURCE, moves_source_to_sink=True),
         # Releases the source too, unless the record's policy retains the KV longer: see `releases_on`.
         Event.FETCHED: Rule(Author.SINK, releases=(Side.SOURCE,)),
         Event.FINISH: Rule(Author.HOLDER_OF_STATE, releases=(Side.SOURCE, Side.SINK)),
-        Event.REQUEUE: Rule(Author.HOLDER_OF_STATE, releases=(Side.SOURCE, Side.SINK)),
+        Event.REQUEUE: Rule(Author.HOLDER_OF_STATE, releases=(Side.SOURCE, Side.SINK), voids_kv=True),
         Event.YIELD: Rule(Author.HOLDER_OF_STATE, releases=(Side.SINK,)),
         Event.FAIL: Rule(Author.ANYONE, releases=(Side.SOURCE, Side.SINK)),
         Event.CANCEL: Rule(Author.ANYONE, releases=(Side.SOURCE, Side.SINK)),

@@ -1,0 +1,13 @@
+-- Creates a record in its first state, or finds the one that is there already and changes nothing.
+--
+-- KEYS  see record.lua
+-- ARGV  1 request id  2 timeout_ms  3.. field, value
+-- Reply {"ok", now_ms, field, value, ...}, or the same with "exists"
+
+if open() then return done('exists') end
+put_all(3)
+put('created_ms', now)
+put('deadline_ms', now + tonumber(ARGV[2]))
+save()
+log('enqueue', '', 0, '{}')
+return done('ok')

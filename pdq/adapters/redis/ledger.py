@@ -1,0 +1,238 @@
+"""The handoff ledger on Redis or Valkey: every change is one Lua script and one round trip.
+
+The scripts execute ``pdq.core.handoff``'s tables without knowing them: ``_executable`` turns each event's rows into the
+argument that ``transition.lua`` works from. All keys of a script carry the model as their hash tag.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from pdq.adapters.redis import fields
+from pdq.adapters.redis.link import Link, Script, client_for, source
+from pdq.core import names
+from pdq.core.handoff import KV_FIELDS, RESTS_ON, RULES, Event, Retain, Side, State, predecessors, releases_on
+from pdq.core.lease import Hold, RecordKey
+from pdq.core.refusals import refusal
+from pdq.core.settings import LeaseSettings, RedisSettings
+from pdq.ports import Changes, Grant, Load, LogEntry, NewRecord, Record
+
+SERVER_CLOCK: Final = source("clock")
+BATCH: Final = 500
+"""Records per script or pipeline: a long list must not keep the server from everyone else."""
+
+_encode = msgspec.json.Encoder().encode
+_log_entry = msgspec.json.Decoder(LogEntry)
+_LIVE: Final = tuple(state for state in State if not state.terminal)
+
+
+class RedisLedger:
+    """``HandoffLedger`` on one Redis or Valkey. ``close`` closes the client only if the ledger was given a URL.
+
+    ``clock`` is the Lua source of the function that tells the ledger's time: tests put one they can steer in its place.
+    """
+
+    def __init__(self, client_or_url: Redis | str, lease: LeaseSettings, *, clock: str = SERVER_CLOCK) -> None:
+        self._owned = client_for(RedisSettings(url=client_or_url)) if isinstance(client_or_url, str) else None
+        self._link = Link(self._owned or client_or_url)  # type: ignore[arg-type]
+        self._rules = {event: _encode(_executable(event, lease.ended_ttl_s * 1000)) for event in Event}
+        head = source("record")
+        self._enqueue = Script(clock, head, source("enqueue"))
+        self._transition = Script(clock, head, source("transition"))
+        self._update = Script(clock, head, source("update"))
+        self._reap = Script(clock, head, source("reap"))
+        self._renew = Script(clock, source("renew"))
+        self._due = Script(clock, source("due"))
+        self._now = Script(clock, "return clock()")
+
+    async def close(self) -> None:
+        await self._link.close()
+        if self._owned is not None:
+            await self._owned.aclose()
+
+    # --- Changes ------------------------------------------------------------------------------------------------------
+
+    async def enqueue(self, new: NewRecord) -> tuple[Record, bool]:
+        verdict, _, *flat = await self._link.run(
+            self._enqueue,
+            _keys(new.key),
+            new.key.request_id,
+            new.timeout_ms,
+            *fields.of_new(new),
+            # First the index: a model without records is harmless, records that no reaper finds are not.
+            after=("SADD", names.MODELS_KEY, new.key.model),
+        )
+        return fields.record(new.key, flat), verdict == b"ok"
+
+    async def acquire(self, key: RecordKey, event: Event, worker: str, ttl_ms: int) -> Grant:
+        if RULES[event].claims is None:
+            raise ValueError(f"{event} claims no lease: use apply()")
+        record, now_ms = await self._cause(key, event, "", worker, ttl_ms, None, None)
+        return Grant(record=record, epoch=record.epoch, now_ms=now_ms)
+
+    async def apply(
+        self,
+        key: RecordKey,
+        event: Event,
+        *,
+        epoch: int | None = None,
+        worker: str = "",
+        changes: Changes | None = None,
+        note: Mapping[str, Any] | None = None,
+    ) -> Record:
+        if RULES[event].claims is not None:
+            raise ValueError(f"{event} claims a lease: use acquire()")
+        record, _ = await self._cause(key, event, "" if epoch is None else epoch, worker, 0, changes, note)
+        return record
+
+    async def update(self, key: RecordKey, side: Side, epoch: int, changes: Changes) -> None:
+        await self._under_lease("update", key, side, epoch, "keep", changes)
+
+    async def release(self, key: RecordKey, side: Side, epoch: int) -> None:
+        await self._under_lease("release", key, side, epoch, "release", None)
+
+    async def renew(self, holds: Sequence[Hold], ttl_ms: int) -> Sequence[Hold]:
+        lost: list[Hold] = []
+        for model, group in groupby(sorted(holds, key=_model_of), key=_model_of):
+            mine = list(group)
+            for start in range(0, len(mine), BATCH):
+                batch = mine[start : start + BATCH]
+                keys = [names.due_key(model), *(names.record_key(model, hold.key.request_id) for hold in batch)]
+                proofs = [part for hold in batch for part in (hold.key.request_id, hold.side.value, hold.epoch)]
+                lost += [batch[place] for place in await self._link.run(self._renew, keys, ttl_ms, *proofs)]
+        return lost
+
+    async def reap(self, key: RecordKey) -> Record:
+        reply = await self._link.run(self._reap, _keys(key), key.request_id)
+        return fields.record(key, _allowed(reply, key, "reap"))
+
+    async def _cause(
+        self,
+        key: RecordKey,
+        event: Event,
+        epoch: int | str,
+        worker: str,
+        ttl_ms: int,
+        changes: Changes | None,
+        note: Mapping[str, Any] | None,
+    ) -> tuple[Record, int]:
+        reply = await self._link.run(
+            self._transition,
+            _keys(key),
+            key.request_id,
+            self._rules[event],
+            epoch,
+            worker,
+            ttl_ms,
+            _encode(note) if note else b"{}",
+            *fields.of_changes(changes),
+        )
+        return fields.record(key, _allowed(reply, key, event.value)), reply[1]
+
+    async def _under_lease(
+        self, doing: str, key: RecordKey, side: Side, epoch: int, then: str, changes: Changes | None
+    ) -> None:
+        reply = await self._link.run(
+            self._update, _keys(key), key.request_id, side.value, epoch, then, *fields.of_changes(changes)
+        )
+        _allowed(reply, key, doing)
+
+    # --- Questions ----------------------------------------------------------------------------------------------------
+
+    async def read(self, key: RecordKey) -> Record | None:
+        flat = await self._link.call("HGETALL", names.record_key(key.model, key.request_id))
+        return fields.record(key, flat) if flat else None
+
+    async def read_many(self, keys: Sequence[RecordKey]) -> Sequence[Record | None]:
+        found: list[Record | None] = []
+        for start in range(0, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            stored = await self._link.many([("HGETALL", names.record_key(k.model, k.request_id)) for k in batch])
+            found += [fields.record(key, flat) if flat else None for key, flat in zip(batch, stored, strict=True)]
+        return found
+
+    async def find(self, request_id: str) -> Record | None:
+        found = await self.read_many([RecordKey(model, request_id) for model in await self.models()])
+        return next((record for record in found if record is not None), None)
+
+    async def history(self, key: RecordKey) -> Sequence[LogEntry]:
+        entries = await self._link.call("LRANGE", names.log_key(key.model, key.request_id), 0, -1)
+        return [_log_entry.decode(entry) for entry in entries]
+
+    async def due(self, model: str, limit: int) -> Sequence[Record]:
+        ids = await self._link.run(self._due, [names.due_key(model)], limit)
+        keys = [RecordKey(model, name.decode()) for name in ids]
+        found = await self.read_many(keys)
+        for key, record in zip(keys, found, strict=True):
+            if record is None:  # evicted or deleted by hand: the script looks again, and takes it off the list
+                await self._link.run(self._reap, _keys(key), key.request_id)
+        return [record for record in found if record is not None]
+
+    async def live(self, model: str) -> Sequence[Record]:
+        ids = await self._link.call("ZRANGE", names.due_key(model), 0, -1)
+        found = await self.read_many([RecordKey(model, name.decode()) for name in ids])
+        return [record for record in found if record is not None and not record.state.terminal]
+
+    async def load(self, model: str) -> Load:
+        flat = await self._link.call("HGETALL", names.load_key(model))
+        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+        def per_state(what: str) -> dict[State, int]:
+            return {state: counters.get(f"{state.value}:{what}", 0) for state in _LIVE}
+
+        return Load(per_state("requests"), per_state("prompt_tokens"), per_state("reserved_tokens"))
+
+    async def models(self) -> Sequence[str]:
+        return sorted(name.decode() for name in await self._link.call("SMEMBERS", names.MODELS_KEY))
+
+    async def now_ms(self) -> int:
+        return int(await self._link.run(self._now, ()))
+
+
+def _executable(event: Event, ended_ttl_ms: int) -> dict[str, Any]:
+    """One event's rows of the tables, as ``transition.lua`` takes them."""
+    rule = RULES[event]
+    moves = predecessors(event)
+    return {
+        "event": event,
+        "moves": moves,
+        "ends": all(target.terminal for target in moves.values()),
+        "author": rule.author,
+        "rests_on": dict(RESTS_ON),
+        "claims": rule.claims or False,
+        "releases": {retain.value: releases_on(event, retain) for retain in Retain},
+        "moves_source_to_sink": rule.moves_source_to_sink,
+        "voids": KV_FIELDS if rule.voids_kv else (),
+        "counts_attempt": rule.counts_attempt,
+        "ended_ttl_ms": ended_ttl_ms,
+    }
+
+
+def _keys(key: RecordKey) -> tuple[str, str, str, str]:
+    model, request_id = key.model, key.request_id
+    return (
+        names.record_key(model, request_id),
+        names.log_key(model, request_id),
+        names.load_key(model),
+        names.due_key(model),
+    )
+
+
+def _model_of(hold: Hold) -> str:
+    return hold.key.model
+
+
+def _allowed(reply: Sequence[Any], key: RecordKey, doing: str) -> Sequence[Any]:
+    """What follows ``{"ok", now_ms}`` in a script's reply.
+
+    Raises:
+        PdqError: the refusal that the script returned instead.
+    """
+    if reply[0] == b"ok":
+        return reply[2:]
+    code, *context = reply
+    state, remaining_ms = context or (b"", 0)
+    raise refusal(code.decode(), key, doing, state=state.decode(), remaining_ms=remaining_ms)
