@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import typer

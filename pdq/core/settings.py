@@ -24,17 +24,21 @@ class NatsSettings(Struct, frozen=True):
     url: str = "nats://127.0.0.1:4222"
     """Comma-separated for a cluster."""
     connect_timeout_s: Seconds = 5.0
+    """How long a program that starts waits for the first connection."""
 
 
 class RedisSettings(Struct, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
+    """Redis or Valkey: ``redis://`` or ``rediss://``."""
     timeout_s: Seconds = 5.0
+    """For connecting, and for one command."""
 
 
 class LeaseSettings(Struct, frozen=True):
     ttl_ms: Annotated[int, Meta(ge=100)] = 10_000
     """Renewed at a third. After a holder's death nothing of it is left after this plus one reaper period."""
     reaper_period_ms: Annotated[int, Meta(ge=10)] = 1_000
+    """How often the reaper looks for what has run out."""
     ended_ttl_s: Positive = 600
     """How long an ended record (and its log, for ``pdq trace``) stays readable."""
 
@@ -47,7 +51,9 @@ class QueueSettings(Struct, frozen=True):
     max_messages: Positive = 200_000
     """Per stream; past it, publishing is refused."""
     duplicate_window_s: Seconds = 120.0
+    """A publish with the same ``Nats-Msg-Id`` within this time is a no-op."""
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    """Copies of each stream, over as many servers of a cluster."""
 
 
 class TransportSettings(Struct, frozen=True):
@@ -57,6 +63,7 @@ class TransportSettings(Struct, frozen=True):
     write_through: Transports = ()
     """Tiers that get a copy of every handoff as it is computed. A tier outlives its source's process."""
     fetch_timeout_s: Seconds = 30.0
+    """A sink gives a transport up when nothing has come for this long."""
     ucx_host: str = "127.0.0.1"
     """Where the UCX listener binds and what goes into its locators."""
     tier_ttl_s: Seconds = 120.0
@@ -69,7 +76,9 @@ class EngineSettings(Struct, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``auto``: float32 on CPU, the checkpoint's own elsewhere."""
     block_size: Positive = 16
+    """Tokens in one KV block."""
     chunk_tokens: Positive = 256
+    """Prompt tokens that are computed, offered and hashed at a time; a multiple of ``block_size``."""
     kv_tokens: Positive = 16_384
     """KV capacity of one worker, in tokens."""
     max_running: Positive = 64
@@ -82,26 +91,35 @@ class SimSettings(Struct, frozen=True):
     """The engine without a model."""
 
     prefill_ms_per_token: Milliseconds = 0.0
+    """Pretended time for one prompt token."""
     step_ms: Milliseconds = 0.0
+    """Pretended time for one batched decode step."""
     kv_bytes_per_token: Positive = 1_024
+    """Size of the pretended KV, which is really moved."""
     max_context: Positive = 32_768
+    """Prompt and output together, in tokens."""
 
 
 class HandoffSettings(Struct, frozen=True):
     order: Literal["on_start", "on_first_chunk", "on_complete"] = "on_complete"
     """When the decode job is published: from "transfer overlaps compute" to "late binding of the decode worker"."""
     mode: Literal["disaggregated", "aggregated", "auto"] = "disaggregated"
+    """``aggregated``: one worker does both halves. ``auto``: decided for each request."""
     auto_local_tokens: Positive = 64
     """``auto``: prompts up to this many tokens are prefilled by a decode worker."""
     default_timeout_ms: Positive = 600_000
+    """For requests that name none: queue, prefill, handoff and decode together."""
     max_timeout_ms: Positive = 3_600_000
+    """What a request may ask for at most."""
 
 
 class BridgeSettings(Struct, frozen=True):
     host: str = "127.0.0.1"
+    """Where the OpenAI API listens."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: a free one."""
     max_body_bytes: Positive = 4 * 1024 * 1024
+    """Larger HTTP bodies are refused."""
     silence_s: Seconds = 5.0
     """A stream that is silent for this long is compared with its record."""
 
