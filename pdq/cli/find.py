@@ -60,8 +60,8 @@ def environment(state_dir: Path) -> dict[str, str]:
     merged = {**_read(file), **os.environ}
     if missing := [variable for variable in NEEDED if not merged.get(variable)]:
         raise Unavailable(
-            f"no running system found: {file} does not exist and {' and '.join(missing)} not set. "
-            "Start one with `pdq up`, name its --state-dir, or set the variables to your own servers"
+            f"no running system found: there is no {file}, and the environment does not say {' and '.join(missing)}. "
+            "Start one with `pdq up`, name its --state-dir, or set these variables to your own servers"
             if not file.exists()
             else f"{file} does not name {' and '.join(missing)}: start `pdq up` again"
         )

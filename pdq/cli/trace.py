@@ -49,7 +49,7 @@ class Decoding(Struct, frozen=True):
 class Attempt(Struct, frozen=True):
     """One prefill, and what was done with its KV."""
 
-    number: int
+    number: int = 0
     worker: str = ""
     epoch: int = 0
     queued_ms: int = 0
@@ -87,8 +87,7 @@ class Account(Struct, frozen=True):
 
 def account(record: Record, history: Sequence[LogEntry]) -> Account:
     """Tell what happened from the record and its log."""
-    begins = sum(entry.event == Event.BEGIN for entry in history)
-    telling = _Telling(first_attempt=max(record.attempt - begins + 1, 1), queued_at=record.created_ms)
+    telling = _Telling(queued_at=record.created_ms)
     for entry in history:
         telling.add(entry)
     last = next((d for attempt in reversed(telling.attempts) for d in reversed(attempt.decodings)), None)
@@ -106,19 +105,22 @@ def account(record: Record, history: Sequence[LogEntry]) -> Account:
         tokens_per_s=1000 * last.tokens / last.decode_ms if last and last.decode_ms and last.tokens else None,
         ended_code=record.ended_code,
         ended_message=record.ended_message,
-        attempts=tuple(telling.attempts),
+        # The log may have lost its beginning, but its last attempt is the record's.
+        attempts=tuple(
+            replace(attempt, number=record.attempt - before)
+            for before, attempt in zip(reversed(range(len(telling.attempts))), telling.attempts, strict=True)
+        ),
     )
 
 
 class _Telling:
     """The state of the fold."""
 
-    def __init__(self, first_attempt: int, queued_at: int) -> None:
+    def __init__(self, queued_at: int) -> None:
         self.attempts: list[Attempt] = []
         self.began_at: int | None = None
         self.first_token_ms: float | None = None
         self.tokens = 0
-        self._first_attempt = first_attempt
         self._queued_at = queued_at
         self._ready_at: int | None = None
 
@@ -158,14 +160,13 @@ class _Telling:
         if self.began_at is None:
             self.began_at = entry.at_ms
         queued = max(entry.at_ms - self._queued_at, 0)
-        number = self._first_attempt + len(self.attempts)
-        self.attempts.append(Attempt(number, worker=entry.worker, epoch=entry.epoch, queued_ms=queued))
+        self.attempts.append(Attempt(worker=entry.worker, epoch=entry.epoch, queued_ms=queued))
         self._ready_at = None
 
     @property
     def _current(self) -> Attempt:
         if not self.attempts:
-            self.attempts.append(Attempt(self._first_attempt))
+            self.attempts.append(Attempt())
         return self.attempts[-1]
 
     def _attempt(self, **changes: Any) -> None:

@@ -175,7 +175,7 @@ def load(environ: Mapping[str, str]) -> Settings:
 def _parse(variable: str, text: str, group: str, field: str) -> Any:
     group_type = next(f.type for f in msgspec.structs.fields(Settings) if f.name == group)
     kind = next(f.type for f in msgspec.structs.fields(group_type) if f.name == field)
-    raw: Any = [part.strip() for part in text.split(",") if part.strip()] if kind is Transports else text.strip()
+    raw: Any = [part.strip() for part in text.split(",") if part.strip()] if kind == Transports else text.strip()
     try:
         return msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError as error:
