@@ -5,12 +5,13 @@ All methods are coroutines on the event loop's thread and none blocks it for mor
 translate foreign errors into ``pdq.core.errors`` exactly once: an unreachable server is ``Unavailable``.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
+from pdq.core.errors import EngineFailed
 from pdq.core.handoff import Event, Side, State
 from pdq.core.layout import Fingerprint, KvLayout
 from pdq.core.lease import Hold, Lease, RecordKey
@@ -73,11 +74,20 @@ class JobQueue(Protocol):
         """
 
     async def pull(self, queue: Queue, model: str, *, limit: int, wait_s: float) -> Sequence[Delivery]:
-        """Between 0 and ``limit`` jobs; returns as soon as there is at least one, or after ``wait_s``. Cancellable:
-        a job that was on its way to a cancelled pull is delivered again after ``ack_wait``."""
+        """Between 0 and ``limit`` jobs of one priority, the most urgent one that has any; returns as soon as there is at
+        least one, or after ``wait_s``. Cancellable: a job that was on its way to a cancelled pull is delivered again,
+        after ``ack_wait`` at the latest.
+
+        Raises:
+            Unavailable: the broker was away, or did not answer, until ``wait_s`` had passed.
+        """
 
     async def depth(self, queue: Queue, model: str) -> tuple[int, int]:
         """(waiting, delivered and not yet acknowledged)."""
+
+    async def watch_exhausted(self, on_exhausted: Callable[[Queue, bytes], Awaitable[None]]) -> "Subscription":
+        """Jobs that were delivered ``max_deliver`` times in vain go to the dead letters (reason ``max_deliveries``); then
+        one of the watchers is called with the queue and the job's bytes. Somebody must always watch."""
 
 
 # --- Tokens and control -----------------------------------------------------------------------------------------------
@@ -115,10 +125,14 @@ class Subscription(Protocol):
 
 
 class Locator(Struct, frozen=True):
-    """Where one transport serves a handoff's bytes. ``address`` is the transport's own affair."""
+    """Where one transport serves a handoff's bytes. ``address`` is the transport's own affair.
+
+    ``epoch`` is that of the attempt whose bytes they are: it outlives the source's lease when a tier does.
+    """
 
     transport: str
     address: Mapping[str, str]
+    epoch: int = 0
 
 
 class NewRecord(Struct, frozen=True):
@@ -461,8 +475,8 @@ class PrefillEngine(Protocol):
 
     def occupancy(self) -> Occupancy: ...
 
-    def admit(self, work: PromptWork) -> PrefillRun:
-        """Reserve blocks for the whole prompt.
+    def admit(self, work: PromptWork, *, output: bool = False) -> PrefillRun:
+        """Reserve blocks for the whole prompt; with ``output`` (aggregated) also for ``max_new_tokens``.
 
         Raises:
             CapacityExhausted: not enough free blocks now.
@@ -497,6 +511,8 @@ class Step(Struct, frozen=True):
 
     drawn: Sequence[tuple[DecodeSeat, Drawn]]
     seconds: float
+    failed: Sequence[tuple[DecodeSeat, EngineFailed]] = ()
+    """Seats that got no token and never will (non-finite logits, say)."""
 
 
 class DecodeEngine(Protocol):
@@ -516,11 +532,8 @@ class DecodeEngine(Protocol):
         """One batched step over all joined seats; waits while there are none. Runs outside the loop's thread."""
 
     def adopt(self, run: PrefillRun, work: PromptWork) -> DecodeSeat:
-        """Aggregated: the seat that continues ``run``'s blocks in place (``run`` must come from the same engine).
-
-        Raises:
-            CapacityExhausted: no room for the output.
-        """
+        """Aggregated: the seat that continues in ``run``'s blocks. ``run`` comes from the same engine, admitted with
+        ``output``; its ``release`` does nothing from now on."""
 
     async def close(self) -> None: ...
 

@@ -26,6 +26,8 @@
     │   └── IncompatibleContract
     ├── EngineFailed             the engine raised while computing
     ├── CapacityExhausted        no free KV blocks now
+    ├── HandoffRejected          KV could not be fetched, and the request's policy forbids to recompute it
+    ├── StreamLost               tokens were sent, their worker died, and the stream cannot be continued
     ├── DeadlineExceeded         the request's absolute deadline has passed
     ├── RequestCancelled         the client went away or asked to stop
     └── AttemptsExhausted        every allowed attempt failed
@@ -170,6 +172,14 @@ class EngineFailed(PdqError):
 class CapacityExhausted(PdqError):
     code = "capacity_exhausted"
     retryable = True
+
+
+class HandoffRejected(PdqError):
+    code = "handoff_rejected"
+
+
+class StreamLost(PdqError):
+    code = "stream_lost"
 
 
 class DeadlineExceeded(PdqError):

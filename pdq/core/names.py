@@ -5,7 +5,7 @@ Redis keys carry the model as a hash tag, ``{model}``, so that all keys of one s
 """
 
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 # --- NATS: jobs (JetStream) -------------------------------------------------------------------------------------------
 
@@ -19,6 +19,9 @@ DECODE_SUBJECTS: Final = "pdq.jobs.decode.>"
 LOCAL_SUBJECTS: Final = "pdq.jobs.local.>"
 DEAD_SUBJECTS: Final = "pdq.dead.>"
 
+PRIORITIES: Final = ("interactive", "batch")
+"""Most urgent first."""
+
 HEADER_MSG_ID: Final = "Nats-Msg-Id"
 HEADER_TTL: Final = "Nats-TTL"
 HEADER_DEAD_REASON: Final = "Pdq-Reason"
@@ -29,6 +32,11 @@ HEADER_DEAD_SUBJECT: Final = "Pdq-Subject"
 def token(model: str) -> str:
     """``model`` as one NATS subject token: letters, digits, ``-`` and ``_`` stay, all else is %XX with ``=`` for ``%``."""
     return quote(model, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
+
+
+def model_of(job_subject: str) -> str:
+    """The model to which a job published on this subject belongs."""
+    return unquote(job_subject.split(".")[3].replace("=", "%"))
 
 
 def prefill_subject(model: str, priority: str = "interactive") -> str:
@@ -51,9 +59,9 @@ def dead_subject(queue: str, model: str) -> str:
     return f"pdq.dead.{queue}.{token(model)}"
 
 
-def consumer(model: str) -> str:
-    """The durable pull consumer that all workers of one queue and model share."""
-    return f"workers-{token(model)}"
+def consumer(model: str, priority: str = "interactive") -> str:
+    """The durable pull consumer that all workers of one queue and model share, one per priority."""
+    return f"workers-{priority}-{token(model)}"
 
 
 # --- NATS: tokens and control (core) ----------------------------------------------------------------------------------
@@ -67,6 +75,13 @@ def reply_subject(owner: str) -> str:
 def worker_subject(worker: str) -> str:
     """Control messages for one worker: ``Release``, ``Resend``, ``Drain``."""
     return f"pdq.control.worker.{worker}"
+
+
+def publishable(subject: str) -> bool:
+    """May frames be sent there? A requester names its own subject, never one of pdq's own or the broker's."""
+    tokens = subject.split(".")
+    reserved = subject.startswith(("$", "pdq.jobs.", "pdq.control.", "pdq.dead."))
+    return not reserved and all(part and not set(part) & set("*> \t\r\n") for part in tokens)
 
 
 CANCEL_SUBJECT: Final = "pdq.control.cancel"

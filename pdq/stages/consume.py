@@ -13,31 +13,13 @@ from pdq.core.delivery import Ack, Reject, Retry, verdict
 from pdq.core.errors import PdqError
 from pdq.ports import Delivery, JobQueue, Queue
 from pdq.stages.keepalive import Keepalive
+from pdq.stages.room import Room
 
 log = logging.getLogger(__name__)
 
 PULL_WAIT_S = 5.0
 
 Handle = Callable[[Delivery], Awaitable[None]]
-OnReject = Callable[[Delivery, Reject], Awaitable[None]]
-
-
-class Room:
-    """How many more jobs a worker takes now, and a way to wait until that changes."""
-
-    def __init__(self, free: Callable[[], int]) -> None:
-        self.free = free
-        self._changed = asyncio.Event()
-
-    def changed(self) -> None:
-        """To be called by whoever gives something back."""
-        self._changed.set()
-
-    async def wait(self, enough: Callable[[], bool] | None = None) -> None:
-        """Until there is room (or ``enough()`` holds)."""
-        while not (enough() if enough else self.free() > 0):
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class Consumer:
@@ -50,7 +32,6 @@ class Consumer:
         model: str,
         room: Room,
         handle: Handle,
-        on_reject: OnReject,
         keepalive: Keepalive,
     ) -> None:
         self._jobs = jobs
@@ -58,7 +39,6 @@ class Consumer:
         self._model = model
         self._room = room
         self._handle = handle
-        self._on_reject = on_reject
         self._keepalive = keepalive
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -127,12 +107,11 @@ class Consumer:
             case Retry(delay_s):
                 log.info("job %s/%d again in %.2f s: %s", self._queue, delivery.sequence, delay_s, error)
                 await delivery.retry(delay_s)
-            case Reject() as reject:
+            case Reject(code, detail):
                 expected = isinstance(error, PdqError)
                 log.error(
                     "job %s/%d rejected (%s): %s",
-                    *(self._queue, delivery.sequence, reject.code, reject.detail),
+                    *(self._queue, delivery.sequence, code, detail),
                     exc_info=None if expected else error,
                 )
-                await self._on_reject(delivery, reject)
-                await delivery.reject(reject.code, reject.detail)
+                await delivery.reject(code, detail)

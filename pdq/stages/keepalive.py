@@ -9,7 +9,10 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 
+import msgspec
+
 from pdq.core.errors import PdqError
+from pdq.core.handoff import Side
 from pdq.core.lease import Hold, renewal_period_s
 from pdq.core.settings import LeaseSettings, QueueSettings
 from pdq.ports import Delivery, HandoffLedger, WorkerInfo, WorkerRegistry
@@ -40,8 +43,15 @@ class Keepalive:
         """Renew until ``drop``, or until it is lost."""
         self._holds[hold] = on_lost
 
-    def drop(self, hold: Hold) -> None:
-        self._holds.pop(hold, None)
+    def drop(self, hold: Hold, on_lost: OnLost) -> None:
+        """Stop renewing, unless somebody else took the hold over with a callback of their own."""
+        if self._holds.get(hold) is on_lost:
+            del self._holds[hold]
+
+    def move(self, old: Hold, new: Hold) -> None:
+        """The same holder goes on under ``new`` (its source lease has become a sink lease)."""
+        if on_lost := self._holds.pop(old, None):
+            self._holds[new] = on_lost
 
     @contextlib.contextmanager
     def holding(self, hold: Hold, on_lost: OnLost) -> Iterator[None]:
@@ -49,7 +59,8 @@ class Keepalive:
         try:
             yield
         finally:
-            self.drop(hold)
+            for side in Side:
+                self.drop(msgspec.structs.replace(hold, side=side), on_lost)
 
     @contextlib.contextmanager
     def in_progress(self, delivery: Delivery) -> Iterator[None]:

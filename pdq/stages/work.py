@@ -54,21 +54,21 @@ class Work:
         if self._reason is not None:
             coroutine.close()
             raise self._reason
-        self._task = asyncio.ensure_future(coroutine)
+        task: asyncio.Task[T] = asyncio.ensure_future(coroutine)
+        self._task = task
         try:
-            return await self._task
+            return await task
         except asyncio.CancelledError:
-            if self._reason is not None and not _cancelling():
+            if self._reason is not None and not cancelling():
                 raise self._reason from None
-            if not self._task.done():
-                self._task.cancel()
-                await asyncio.wait({self._task})
+            task.cancel()
+            await asyncio.wait({task})
             raise
         finally:
             self._task = None
 
 
-def _cancelling() -> bool:
-    """Is the task that awaits being cancelled itself, from outside?"""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0
+def cancelling() -> bool:
+    """Is the current task being cancelled from outside?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,177 @@
+"""A decode worker's handling of one job: claim, reserve, fetch, verify, decode, finish.
+
+The job stays unacknowledged (with heartbeats) until the request has ended, so that the death of the worker at any step
+brings it to another one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from pdq.core import errors, names
+from pdq.core.handoff import Event, Side, State
+from pdq.core.layout import KvLayout
+from pdq.core.lease import RecordKey
+from pdq.core.messages import DecodeJob, Release, decode
+from pdq.core.output import Output
+from pdq.ports import ChunkPlan, DecodeEngine, DecodeSeat, Delivery, Drawn, Grant, PromptWork, Queue, Record
+from pdq.stages.accept import prompt_work
+from pdq.stages.batch import Batch
+from pdq.stages.conduct import Conductor
+from pdq.stages.fetch import Fetcher, Landed
+from pdq.stages.finish import Finisher
+from pdq.stages.parts import Parts
+from pdq.stages.recover import Recovery
+from pdq.stages.room import Room
+from pdq.stages.text import entry, output_of
+from pdq.stages.work import Work
+
+PATIENCE_S: Final = 1.0
+"""A job whose sequence does not fit here goes to another worker after this."""
+Enough = Callable[[Record], bool]
+
+POLL_S: Final = (0.002, 0.05)
+"""Shortest and longest pause between looks at a record whose prefill still runs."""
+
+
+@dataclass
+class Taken:
+    """One decode job in this worker's hands. ``output`` is set once its KV is ours: from then on the sequence is
+    handed back by its tokens, no longer by its KV."""
+
+    job: DecodeJob
+    output: Output | None = None
+
+
+class DecodeStage:
+    def __init__(
+        self, parts: Parts, engine: DecodeEngine, conductor: Conductor, fetcher: Fetcher, batch: Batch, room: Room
+    ) -> None:
+        self._parts = parts
+        self._engine = engine
+        self._conductor = conductor
+        self._fetcher = fetcher
+        self._batch = batch
+        self._room = room
+        self._recovery = Recovery(parts)
+        self._finisher = Finisher(parts)
+
+    async def handle(self, delivery: Delivery) -> None:
+        job = decode(delivery.data, DecodeJob)
+        if job.job.request_id is None or job.job.prompt_token_ids is None or job.job.model != self._parts.model:
+            raise errors.InvalidMessage("a decode job needs request_id, prompt_token_ids and this queue's model")
+        key = RecordKey(job.job.model, job.job.request_id)
+        taken = Taken(job)
+
+        async def body(grant: Grant, _: Work) -> None:
+            await self._serve(taken, grant)
+
+        async def give_back(grant: Grant) -> bool:
+            return await self._give_back(taken, grant)
+
+        try:
+            await self._conductor.conduct(key, Event.CLAIM, body, give_back)
+        except errors.IllegalTransition:
+            await self._conductor.settle(key, self._recovery.claimed_before(job, key))
+
+    async def _serve(self, taken: Taken, grant: Grant) -> None:
+        record = grant.record
+        if record.attempt != taken.job.attempt:
+            # The job of an attempt that was overtaken; its successor has a job of its own.
+            await self._parts.ledger.release(record.key, Side.SINK, grant.epoch)
+            return
+        work = prompt_work(taken.job.job, record)
+        try:
+            landed = await self._land(work, grant)
+        except errors.TransferFailed as error:
+            await self._recovery.kv_lost(taken.job.job, record, grant.epoch, error)
+            return
+        try:
+            await self._decode(taken, work, grant, landed)
+        finally:
+            landed.seat.leave()
+
+    async def _land(self, work: PromptWork, grant: Grant) -> Landed:
+        """The whole KV, verified, in a seat of our own; the record says so, and the source may let go."""
+        record = await self._until(grant.record, lambda it: it.layout is not None)
+        layout = self._compatible(record)
+        plan = ChunkPlan(tuple(layout.chunk_lengths(len(work.tokens))))
+
+        async def reserve() -> DecodeSeat:
+            return await self._room.take(lambda: self._engine.reserve(work, layout), PATIENCE_S)
+
+        async def ready() -> Record:
+            return await self._until(record, lambda it: it.state is State.READY)
+
+        landed = await self._fetcher.land(record, grant.now_ms, plan, reserve, ready)
+        try:
+            source = landed.record.source
+            landed.record = await self._parts.ledger.apply(
+                record.key, Event.FETCHED, epoch=grant.epoch, worker=self._parts.worker, note=landed.note()
+            )
+            if source is not None and landed.record.source is None:
+                release = Release((record.key.request_id,))
+                await self._parts.bus.control(names.worker_subject(source.worker), release)
+        except BaseException:
+            landed.seat.leave()
+            raise
+        return landed
+
+    async def _decode(self, taken: Taken, work: PromptWork, grant: Grant, landed: Landed) -> None:
+        record, job = landed.record, taken.job
+        output = output_of(self._parts.tokenizer, work.sampling, record, job.job.output_so_far)
+        first: Drawn | None = None
+        if record.first_token is not None:
+            first = Drawn(record.first_token)
+            seq = len(output.tokens)
+            piece, _ = output.push(first.token)
+            # Sent by the prefill side; known here so that it can be sent again.
+            self._parts.outbox.remember(entry(record, seq, first.token, piece, job.first_logprobs))
+        taken.output = output
+        started, before = time.monotonic(), len(output.tokens)
+        last = await self._batch.decode(record, work.sampling, landed.seat, output, first)
+        note = {
+            "decode_ms": round((time.monotonic() - started) * 1000, 3),
+            "tokens": len(output.tokens),
+            "decoded": len(output.tokens) - before,
+        }
+        await self._finisher.finish(record, grant.epoch, last, note)
+
+    async def _give_back(self, taken: Taken, grant: Grant) -> bool:
+        if taken.output is None:
+            await self._parts.ledger.release(grant.record.key, Side.SINK, grant.epoch)
+            return False
+        tokens = taken.output.tokens
+        await self._recovery.hand_back(
+            taken.job.job, grant.record, grant.epoch, tokens, Queue.PREFILL, reason="handed_back"
+        )
+        return True
+
+    def _compatible(self, record: Record) -> KvLayout:
+        ours = self._engine.contract.fingerprint.digest
+        if record.fingerprint != ours:
+            raise errors.IncompatibleContract(
+                f"KV was made by model {record.fingerprint}, this worker runs {ours}: "
+                "run both pools with the same weights, tokenizer and dtype"
+            )
+        assert record.layout is not None
+        return record.layout
+
+    async def _until(self, record: Record, enough: Enough) -> Record:
+        """The record, once ``enough``; it may be now, or when the prefill that still runs has come that far.
+
+        Raises:
+            StaleEpoch: the attempt is over.
+        """
+        pause, longest = POLL_S
+        attempt = record.attempt
+        while not enough(record):
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, longest)
+            current = await self._parts.ledger.read(record.key)
+            if current is None or current.attempt != attempt or current.state not in (State.PREFILLING, State.READY):
+                raise errors.StaleEpoch(f"attempt {attempt} of {record.key.request_id} is over")
+            record = current
+        return record

@@ -1,0 +1,87 @@
+"""Terminal events: whoever wins the transition to a terminal state emits it, and nobody else does."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from pdq.core import names
+from pdq.core.errors import (
+    DeadlineExceeded,
+    IllegalTransition,
+    PdqError,
+    RecordEnded,
+    RecordNotFound,
+    RequestCancelled,
+    StaleEpoch,
+)
+from pdq.core.handoff import Event, State
+from pdq.core.lease import RecordKey
+from pdq.core.messages import Cancel, End, Failure, TokenEntry, Usage
+from pdq.ports import Changes, HandoffLedger, Record, TokenBus
+from pdq.stages.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+_WIRE: Final[Mapping[State, Literal["failed", "cancelled", "expired"]]] = {
+    State.FAILED: "failed",
+    State.CANCELLED: "cancelled",
+    State.EXPIRED: "expired",
+}
+
+
+def ending(error: PdqError) -> Event:
+    """The terminal event that an error which nobody can repair leads to."""
+    match error:
+        case DeadlineExceeded():
+            return Event.EXPIRE
+        case RequestCancelled():
+            return Event.CANCEL
+        case _:
+            return Event.FAIL
+
+
+class Endings:
+    def __init__(self, ledger: HandoffLedger, bus: TokenBus, outbox: Outbox, worker: str) -> None:
+        self._ledger = ledger
+        self._bus = bus
+        self._outbox = outbox
+        self._worker = worker
+
+    async def unhappy(
+        self,
+        key: RecordKey,
+        error: PdqError,
+        *,
+        epoch: int | None = None,
+        emitted: int = 0,
+        note: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """End the request because of ``error``; False if it had already ended (or is not ours to end any more)."""
+        event = ending(error)
+        changes = Changes(ended_code=error.code, ended_message=str(error), emitted=emitted or None)
+        detail = {"code": error.code, **(note or {})}
+        try:
+            record = await self._ledger.apply(
+                key, event, epoch=epoch, worker=self._worker, changes=changes, note=detail
+            )
+        except (RecordEnded, RecordNotFound, StaleEpoch, IllegalTransition):
+            return False
+        log.warning("request %s ends %s: %s", key.request_id, record.state, error)
+        await self.tell_holders(key)
+        await self.emit(record, failed_end(record, error), emitted)
+        return True
+
+    async def tell_holders(self, key: RecordKey) -> None:
+        await self._bus.control(names.CANCEL_SUBJECT, Cancel((key.request_id,)))
+
+    async def emit(self, record: Record, end: End, seq: int) -> None:
+        entry = TokenEntry(request_id=record.key.request_id, seq=seq, end=end, client_id=record.client_id)
+        await self._outbox.send(record.reply_to, (entry,))
+
+
+def failed_end(record: Record, error: PdqError) -> End:
+    return End(
+        state=_WIRE[record.state],
+        usage=Usage(prompt_tokens=record.prompt_tokens, completion_tokens=record.emitted),
+        error=Failure(code=error.code, message=str(error), retryable=error.retryable),
+    )

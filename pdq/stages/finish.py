@@ -1,0 +1,40 @@
+"""The good end: the terminal transition, then the last token together with the end."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pdq.core import errors
+from pdq.core.handoff import Event
+from pdq.core.messages import TokenEntry
+from pdq.ports import Changes, Record
+from pdq.stages.parts import Parts
+
+log = logging.getLogger(__name__)
+
+AWAY_PAUSE_S = 0.2
+
+
+class Finisher:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def finish(self, record: Record, epoch: int, last: TokenEntry, note: Mapping[str, Any]) -> None:
+        """Send ``last`` if the request is still ours to end. A ledger that is away is waited for: the output is
+        complete, and only the ledger can say whether somebody else has ended the request meanwhile."""
+        end = last.end
+        assert end is not None
+        assert end.finish_reason is not None
+        changes = Changes(ended_code=end.finish_reason, emitted=last.seq + len(last.tokens))
+        note = {**note, "finish_reason": end.finish_reason}
+        while True:
+            try:
+                await self._parts.ledger.apply(
+                    record.key, Event.FINISH, epoch=epoch, worker=self._parts.worker, changes=changes, note=note
+                )
+                break
+            except errors.Unavailable as error:
+                log.warning("ledger away at the end of %s, waiting: %s", record.key.request_id, error)
+                await asyncio.sleep(AWAY_PAUSE_S)
+        await self._parts.outbox.send(record.reply_to, (last,))

@@ -1,0 +1,40 @@
+"""What one worker sends to requesters, and its memory of it, so that a lost frame can be sent again."""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from pdq.core.messages import Resend, TokenEntry, TokenFrame
+from pdq.core.stream import SentLog
+from pdq.ports import TokenBus
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    def __init__(self, bus: TokenBus, worker: str) -> None:
+        self._bus = bus
+        self._worker = worker
+        self._sent = SentLog()
+
+    def remember(self, entry: TokenEntry) -> None:
+        """Somebody else sent this entry, or it is just being sent."""
+        self._sent.record(entry, time.monotonic())
+
+    def forget(self, request_id: str) -> None:
+        """The request left this worker without having ended."""
+        self._sent.forget(request_id)
+
+    async def send(self, reply_to: str, entries: Iterable[TokenEntry]) -> None:
+        """One frame."""
+        kept = tuple(entries)
+        for entry in kept:
+            self.remember(entry)
+        await self._bus.send(reply_to, TokenFrame(worker=self._worker, entries=kept))
+
+    async def resend(self, wanted: Resend) -> None:
+        entry = self._sent.since(wanted.request_id, wanted.seq)
+        if entry is None:
+            log.info("asked for %s from token %d, which is not known here", wanted.request_id, wanted.seq)
+            return
+        await self._bus.send(wanted.reply_to, TokenFrame(worker=self._worker, entries=(entry,)))

@@ -1,0 +1,96 @@
+"""The reaper: speaks for the dead, and for requests whose time is over.
+
+It visits only records of which something has run out, so its cost grows with expiries and not with live requests.
+Several may run: every step is one atomic event, and who comes second changes nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from pdq.core import errors
+from pdq.core.handoff import Event, State
+from pdq.core.lease import RecordKey
+from pdq.core.messages import DecodeJob, PrefillJob, decode
+from pdq.core.settings import LeaseSettings
+from pdq.ports import HandoffLedger, JobQueue, Queue, Record
+from pdq.stages.conduct import NOT_OURS
+from pdq.stages.endings import Endings
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 256
+NAME: Final = "reaper"
+
+
+class Reaper:
+    def __init__(self, ledger: HandoffLedger, jobs: JobQueue, endings: Endings, settings: LeaseSettings) -> None:
+        self._ledger = ledger
+        self._jobs = jobs
+        self._endings = endings
+        self._period_s = settings.reaper_period_ms / 1000
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        watch = await self._jobs.watch_exhausted(self._exhausted)
+        try:
+            while True:
+                try:
+                    await self.round()
+                except errors.PdqError as error:
+                    log.warning("reaper round failed (%s), trying again: %s", error.code, error)
+                await asyncio.sleep(self._period_s)
+        finally:
+            with contextlib.suppress(errors.PdqError):
+                await watch.close()
+
+    async def round(self) -> int:
+        """Visit everything that has run out by now; how many records that were."""
+        visited = 0
+        for model in await self._ledger.models():
+            while due := await self._ledger.due(model, BATCH):
+                now_ms = await self._ledger.now_ms()
+                for record in due:
+                    await self._visit(record, now_ms)
+                visited += len(due)
+        return visited
+
+    async def _visit(self, record: Record, now_ms: int) -> None:
+        key = record.key
+        try:
+            if record.deadline_ms <= now_ms:
+                late = errors.DeadlineExceeded(f"the deadline passed while the request was {record.state}")
+                await self._endings.unhappy(key, late)
+            elif record.state is State.PREFILLING and _ran_out(record, Event.REQUEUE, now_ms):
+                # Its job is unacknowledged and will be delivered again.
+                await self._put_back(record, Event.REQUEUE)
+            elif record.state is State.READY and _ran_out(record, Event.YIELD, now_ms):
+                await self._put_back(record, Event.YIELD)
+            else:
+                await self._ledger.reap(key)
+        except NOT_OURS as error:
+            log.debug("%s moved on by itself: %s", key.request_id, error)
+
+    async def _put_back(self, record: Record, event: Event) -> None:
+        lease = record.source if event is Event.REQUEUE else record.sink
+        holder = lease.worker if lease else "nobody"
+        note = {"reason": "lease_ran_out", "holder": holder}
+        await self._ledger.apply(record.key, event, worker=NAME, note=note)
+        log.warning("request %s: the lease of %s ran out in %s", record.key.request_id, holder, record.state)
+
+    async def _exhausted(self, queue: Queue, data: bytes) -> None:
+        """The broker gave a job up. It is in the dead letters already; its request must not wait for the deadline."""
+        try:
+            job = decode(data, DecodeJob).job if queue is Queue.DECODE else decode(data, PrefillJob)
+        except errors.InvalidMessage:
+            return
+        if job.request_id is not None:
+            gone = errors.AttemptsExhausted(f"the {queue} job was delivered too often without being finished")
+            await self._endings.unhappy(RecordKey(job.model, job.request_id), gone)
+
+
+def _ran_out(record: Record, event: Event, now_ms: int) -> bool:
+    """Has the lease on which the state rests run out?"""
+    lease = record.source if event is Event.REQUEUE else record.sink
+    return not lease.running(now_ms) if lease is not None else event is Event.REQUEUE
