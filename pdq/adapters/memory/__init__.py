@@ -1,0 +1,6 @@
+"""Every port in one process, without servers: verified fakes, held to the same conformance suites as the real adapters."""
+
+from pdq.adapters.memory.ledger import MemoryLedger
+from pdq.adapters.memory.registry import MemoryRegistry
+
+__all__ = ["MemoryLedger", "MemoryRegistry"]

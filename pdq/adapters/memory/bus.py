@@ -1,0 +1,100 @@
+"""Tokens and control in one process: a verified fake of the bus (``tests/conformance/test_bus.py``).
+
+Messages are encoded and decoded as on the wire, so that what works here parses there, and are handed over in a later
+turn of the loop, as a network would.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from pdq.core.errors import InvalidMessage
+from pdq.core.messages import MAX_MESSAGE_BYTES, Control, OutputAnswer, OutputQuestion, TokenFrame, decode, encode
+from pdq.core.stream import halves
+
+Handler = Callable[[bytes], None]
+Answerer = Callable[[str], OutputAnswer]
+_CONTROL: Final[Any] = Control
+
+
+class MemoryBus:
+    """See ``pdq.ports.TokenBus``."""
+
+    def __init__(self, max_payload: int = MAX_MESSAGE_BYTES) -> None:
+        self.junk = 0
+        self._max_payload = max_payload
+        self._handlers: dict[str, list[Handler]] = {}
+        self._answerers: dict[str, list[Answerer]] = {}
+
+    async def send(self, reply_to: str, frame: TokenFrame) -> None:
+        data = encode(frame)
+        if len(data) <= self._max_payload:
+            self.publish(reply_to, data)
+            return
+        parts = halves(frame)
+        if parts is None:
+            raise InvalidMessage(f"a frame of {len(data)} bytes cannot be split below the limit of {self._max_payload}")
+        for part in parts:
+            await self.send(reply_to, part)
+
+    async def receive(
+        self,
+        subject: str,
+        on_frame: Callable[[TokenFrame], None],
+        answer: Answerer | None = None,
+    ) -> "MemorySubscription":
+        def handle(data: bytes) -> None:
+            on_frame(decode(data, TokenFrame))
+
+        subscription = self._subscribe(subject, handle)
+        if answer is not None:
+            self._answerers.setdefault(subject, []).append(answer)
+            subscription.also(lambda: self._answerers[subject].remove(answer))
+        return subscription
+
+    async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
+        question = decode(encode(OutputQuestion(request_id)), OutputQuestion)
+        await asyncio.sleep(0)
+        for answer in self._answerers.get(reply_to, ()):
+            return decode(encode(answer(question.request_id)), OutputAnswer)
+        await asyncio.sleep(timeout_s)
+        return None
+
+    async def control(self, subject: str, message: Control) -> None:
+        self.publish(subject, encode(message))
+
+    async def on_control(self, subject: str, handler: Callable[[Control], None]) -> "MemorySubscription":
+        def handle(data: bytes) -> None:
+            command: Control = decode(data, _CONTROL)
+            handler(command)
+
+        return self._subscribe(subject, handle)
+
+    def publish(self, subject: str, data: bytes) -> None:
+        """Any bytes to whoever listens there."""
+        for handler in self._handlers.get(subject, ()):
+            asyncio.get_running_loop().call_soon(self._hand_over, subject, handler, data)
+
+    def _hand_over(self, subject: str, handler: Handler, data: bytes) -> None:
+        if handler not in self._handlers.get(subject, ()):
+            return
+        try:
+            handler(data)
+        except InvalidMessage:
+            self.junk += 1
+
+    def _subscribe(self, subject: str, handler: Handler) -> "MemorySubscription":
+        self._handlers.setdefault(subject, []).append(handler)
+        return MemorySubscription(lambda: self._handlers[subject].remove(handler))
+
+
+class MemorySubscription:
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = [undo]
+
+    def also(self, undo: Callable[[], None]) -> None:
+        self._undo.append(undo)
+
+    async def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,125 @@
+"""Token frames and control messages over core NATS: at most once, no acknowledgements, one subject per receiver.
+
+A frame is published without waiting. While the broker is away, frames wait in the connection's buffer; what does not
+fit is dropped and counted, and the receiver asks for it again when it notices the gap.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from pdq.adapters.nats.connection import Connection, NatsSubscription, status
+from pdq.core.errors import InvalidMessage, Unavailable
+from pdq.core.messages import (
+    MAX_MESSAGE_BYTES,
+    Control,
+    OutputAnswer,
+    OutputQuestion,
+    TokenFrame,
+    decode,
+    encode,
+)
+from pdq.core.stream import halves
+
+ASK_AGAIN_S: Final = 0.05
+
+_CONTROL: Final[Any] = Control
+_log = logging.getLogger(__name__)
+
+
+class NatsBus:
+    """See ``pdq.ports.TokenBus``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.junk = 0
+        """Messages that did not parse as what their subject carries."""
+        self.dropped = 0
+        """Frames that could not be sent: the broker was away and the buffer full."""
+
+    @property
+    def slow_consumer_drops(self) -> int:
+        """Messages that arrived faster than this process took them."""
+        return self._connection.slow_consumer_drops
+
+    async def send(self, reply_to: str, frame: TokenFrame) -> None:
+        data = encode(frame)
+        if len(data) > min(self._connection.max_payload, MAX_MESSAGE_BYTES):
+            parts = halves(frame)
+            if not parts:
+                raise InvalidMessage(f"a frame of {len(data)} bytes cannot be split below the broker's limit")
+            for part in parts:
+                await self.send(reply_to, part)
+            return
+        try:
+            await self._connection.publish(reply_to, data)
+        except Unavailable:
+            self.dropped += 1
+
+    async def receive(
+        self,
+        subject: str,
+        on_frame: Callable[[TokenFrame], None],
+        answer: Callable[[str], OutputAnswer] | None = None,
+    ) -> NatsSubscription:
+        def handle(message: Msg) -> None:
+            try:
+                if not message.reply:
+                    on_frame(decode(message.data, TokenFrame))
+                else:
+                    question = decode(message.data, OutputQuestion)
+                    if answer is not None:
+                        self._connection.post(message.reply, encode(answer(question.request_id)))
+            except InvalidMessage as error:
+                self._count_junk(subject, error)
+
+        return await self._connection.subscribe(subject, handle)
+
+    async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
+        """None only if the broker is there and nobody answered: a worker gives the request up on None.
+
+        An owner that is just connecting again (after a restart of the broker) is not there for a moment, so "nobody
+        listens" is not believed before the time is up.
+
+        Raises:
+            Unavailable: the broker is away.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        question = encode(OutputQuestion(request_id))
+        while (left_s := deadline - loop.time()) > 0:
+            try:
+                reply = await self._connection.request(reply_to, question, timeout_s=left_s)
+            except Unavailable:
+                if self._connection.connected and loop.time() >= deadline:
+                    return None
+                raise
+            if status(reply) != 503:
+                try:
+                    return decode(reply.data, OutputAnswer)
+                except InvalidMessage as error:
+                    self._count_junk(reply_to, error)
+                    return None
+            await asyncio.sleep(min(ASK_AGAIN_S, left_s))
+        return None
+
+    async def control(self, subject: str, message: Control) -> None:
+        await self._connection.publish(subject, encode(message))
+
+    async def on_control(self, subject: str, handler: Callable[[Control], None]) -> NatsSubscription:
+        def handle(message: Msg) -> None:
+            try:
+                command: Control = decode(message.data, _CONTROL)
+            except InvalidMessage as error:
+                self._count_junk(subject, error)
+            else:
+                handler(command)
+
+        return await self._connection.subscribe(subject, handle)
+
+    def _count_junk(self, subject: str, error: InvalidMessage) -> None:
+        self.junk += 1
+        _log.debug("dropped a message on %s: %s", subject, error)
