@@ -27,7 +27,7 @@ elseif rule.author == 'holder_of_state' then
   elseif side and running(side) then
     return refuse('lease_held', record[side .. '_until_ms'] - now)
   end
-elseif rule.author == 'anyone' and epoch ~= '' then
+elseif epoch ~= '' then
   vouching = (holds('source', epoch) and 'source') or (holds('sink', epoch) and 'sink')
   if not vouching then return refuse('stale_epoch') end
 end
