@@ -4,12 +4,12 @@ Addresses are made by calling the functions of ``names`` with ``{placeholders}``
 Written from the point of view of a program outside pdq: it *receives* what pdq accepts, and *sends* what pdq emits.
 """
 
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from pdq.cli.docstrings import prose
 from pdq.core import names
-from pdq.core.messages import Priority
 from pdq.ports import Queue
 
 _TOKEN_RULE: Final = """\
@@ -38,21 +38,18 @@ Unknown fields are ignored by every reader; fields are added, never changed.
 _WORK_QUEUES: Final[dict[str, dict[str, Any]]] = {
     "prefillJobs": {
         "stream": names.PREFILL_STREAM,
-        "subjects": names.PREFILL_SUBJECTS,
         "address": names.prefill_subject,
         "message": "PrefillJob",
         "about": "Requests that wait for a prefill worker.",
     },
     "decodeJobs": {
         "stream": names.DECODE_STREAM,
-        "subjects": names.DECODE_SUBJECTS,
         "address": names.decode_subject,
         "message": "DecodeJob",
         "about": "Requests whose KV is, or will be, offered. Published by pdq's own prefill workers only.",
     },
     "localJobs": {
         "stream": names.LOCAL_STREAM,
-        "subjects": names.LOCAL_SUBJECTS,
         "address": names.local_subject,
         "message": "PrefillJob",
         "about": "Requests that one worker shall prefill and decode.",
@@ -146,7 +143,7 @@ def document() -> dict[str, Any]:
                 "model": {"description": prose(_TOKEN_RULE)},
                 "priority": {
                     "description": "`interactive` overtakes `batch`.",
-                    "enum": list(get_args(Priority)),
+                    "enum": list(names.PRIORITIES),
                     "default": "interactive",
                 },
             },
@@ -201,25 +198,29 @@ def text() -> str:
     return head + str(yaml.dump(document(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
-def _queue_channel(stream: str, subjects: str, address: Any, message: str, about: str) -> dict[str, Any]:
+def _queue_channel(stream: str, address: Callable[[str, str], str], message: str, about: str) -> dict[str, Any]:
     return {
         "address": _placeholders(address("MODEL", "{priority}")),
         "description": about,
         "parameters": {"model": _parameter("model"), "priority": _parameter("priority")},
         "messages": {message: _ref("components", "messages", message)},
-        "x-jetstream": {"stream": stream, "subjects": [subjects], "retention": "workqueue"},
+        "x-jetstream": {
+            "stream": stream,
+            "subjects": [address("MODEL", priority).replace("MODEL", "*") for priority in names.PRIORITIES],
+            "retention": "workqueue",
+        },
     }
 
 
 def _pull(channel: str, message: str, summary: str) -> dict[str, Any]:
-    """A worker's side of a queue: the durable pull consumer that all workers of a model share."""
+    """A worker's side of a queue: a durable pull consumer that all workers of a model share, one per priority."""
     return {
         **_operation("receive", channel, message, summary),
         "bindings": {
             "nats": {
                 "x-jetstream": {
                     "stream": _WORK_QUEUES[channel]["stream"],
-                    "consumer": _placeholders(names.consumer("MODEL")),
+                    "consumer": _placeholders(names.consumer("MODEL", "{priority}")),
                     "pull": True,
                     "ack": "explicit",
                 },

@@ -7,13 +7,11 @@ import asyncio
 import contextlib
 import secrets
 import sys
-import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Final
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from pdq.cli.find import DEFAULT_STATE_DIR, StateDir, System, talk
 from pdq.core import names
@@ -35,6 +33,7 @@ from pdq.core.messages import (
     encode,
 )
 from pdq.core.settings import Settings
+from pdq.core.stream import Assembler
 from pdq.ports import Changes, Queue, Record
 
 GRACE_S: Final = 5.0
@@ -48,32 +47,30 @@ class Request:
         self._system = system
         self._job = job
         self._silence_s = silence_s
-        self._arrived: asyncio.Queue[tuple[str, TokenEntry]] = asyncio.Queue()
-        self._tokens: list[int] = []
+        self._frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        self._output = Assembler()
         self._request_id = ""
 
     async def entries(self) -> AsyncGenerator[TokenEntry, None]:
-        """Publish; then what is new in each entry, in order. The entry with ``end`` is the last.
+        """Publish; then every token once, in order, and the end.
 
         Raises:
             DeadlineExceeded: the request's timeout has passed and nobody said a word about its end.
         """
-        job = self._job
+        job, clock = self._job, asyncio.get_running_loop().time
         assert job.timeout_ms is not None
-        give_up = time.monotonic() + job.timeout_ms / 1000 + GRACE_S
-        subscription = await self._system.bus.receive(job.reply_to, self._on_frame, self._answer)
+        timeout_s = job.timeout_ms / 1000
+        give_up = clock() + timeout_s + GRACE_S
+        subscription = await self._system.bus.receive(job.reply_to, self._frames.put_nowait, self._answer)
         try:
             await self._system.queue.publish(
-                Queue.PREFILL, job.model, encode(job), priority=job.priority, ttl_s=job.timeout_ms / 1000
+                Queue.PREFILL, job.model, encode(job), priority=job.priority, ttl_s=timeout_s
             )
-            while True:
-                entry = await self._next()
-                if entry is not None:
+            while not self._output.ended:
+                for entry in await self._arrivals():
                     yield entry
-                    if entry.end is not None:
-                        return
-                elif time.monotonic() > give_up:
-                    raise DeadlineExceeded(f"no worker ended the request within {job.timeout_ms / 1000:.0f} s")
+                if not self._output.ended and clock() > give_up:
+                    raise DeadlineExceeded(f"no worker ended the request within {timeout_s:g} s")
         finally:
             await subscription.close()
 
@@ -90,33 +87,25 @@ class Request:
         await self._system.bus.control(names.CANCEL_SUBJECT, Cancel((record.key.request_id,)))
         return True
 
-    def _on_frame(self, frame: TokenFrame) -> None:
-        for entry in frame.entries:
-            self._arrived.put_nowait((frame.worker, entry))
-
     def _answer(self, request_id: str) -> OutputAnswer:
-        return OutputAnswer(request_id, wanted=True, tokens=tuple(self._tokens))
+        return OutputAnswer(request_id, wanted=True, tokens=tuple(self._output.tokens))
 
-    async def _next(self) -> TokenEntry | None:
-        """The next entry's news; None if it had none."""
+    async def _arrivals(self) -> list[TokenEntry]:
+        """What the next frame adds. After a silence: what the record says, if it has ended."""
         try:
-            worker, entry = await asyncio.wait_for(self._arrived.get(), self._silence_s)
+            frame = await asyncio.wait_for(self._frames.get(), self._silence_s)
         except TimeoutError:
             record = await self._record()
-            return _end_of(record, len(self._tokens)) if record and record.state.terminal else None
-        self._request_id = self._request_id or entry.request_id
-        have = len(self._tokens)
-        if entry.seq > have:
-            resend = Resend(entry.request_id, have, self._job.reply_to)
-            await self._system.bus.control(names.worker_subject(worker), resend)
-            return None
-        known = have - entry.seq
-        fresh = entry.tokens[known:]
-        self._tokens.extend(fresh)
-        if not fresh and entry.end is None:
-            return None
-        logprobs = entry.logprobs and entry.logprobs[known:]
-        return replace(entry, seq=have, tokens=fresh, pieces=entry.pieces[known:], logprobs=logprobs)
+            return [_end_of(record, self._output)] if record and record.state.terminal else []
+        fresh: list[TokenEntry] = []
+        for entry in frame.entries:
+            self._request_id = self._request_id or entry.request_id
+            fresh += self._output.accept(entry)
+        missing = self._output.ask_again(asyncio.get_running_loop().time())
+        if missing is not None:
+            resend = Resend(self._request_id, missing, self._job.reply_to)
+            await self._system.bus.control(names.worker_subject(frame.worker), resend)
+        return fresh
 
     async def _record(self) -> Record | None:
         """The request's record. Its id is known from the first entry on; before that, only this request replies here."""
@@ -126,11 +115,12 @@ class Request:
         return next((record for record in live if record.reply_to == self._job.reply_to), None)
 
 
-def _end_of(record: Record, have: int) -> TokenEntry:
+def _end_of(record: Record, output: Assembler) -> TokenEntry:
     """The terminal event that a record stands for, when nobody sent it."""
+    output.ended = True
     error = None if record.state is State.DONE else Failure(record.ended_code, record.ended_message)
-    end = msgspec.convert({"state": record.state, "error": error}, End, from_attributes=True)
-    return TokenEntry(record.key.request_id, have, end=end)
+    end = msgspec.convert({"state": record.state, "error": error}, End)
+    return TokenEntry(record.key.request_id, output.next_seq, end=end)
 
 
 async def served_model(system: System, wanted: str | None) -> str:

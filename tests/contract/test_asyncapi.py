@@ -64,7 +64,7 @@ def test_streams_and_consumers_are_named() -> None:
         if "bindings" in operation:
             binding = operation["bindings"]["nats"]["x-jetstream"]
             assert binding["stream"] in {names.PREFILL_STREAM, names.DECODE_STREAM, names.LOCAL_STREAM}
-            assert binding["consumer"].format(model="m") == names.consumer("m")
+            assert binding["consumer"].format(model="m", priority="batch") == names.consumer("m", "batch")
 
 
 def test_the_written_rule_for_model_names_is_the_one_that_is_used() -> None:
