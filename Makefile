@@ -1,0 +1,50 @@
+# Everything runs in a virtual environment of its own, .venv, made on first use and again when its inputs change.
+# PYTHON chooses the interpreter (3.11 or newer); pip's own settings (cache, index) apply as usual.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo up lint unit model test schemas clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Start a small system, send it requests, show what happened, stop it
+	$(BIN)/pdq demo $(ARGS)
+
+up: $(READY) ## Start a system and keep it running until Ctrl-C
+	$(BIN)/pdq up $(ARGS)
+
+lint: $(READY) ## Style, types, and which module may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY) ## Tests that need no model
+	$(BIN)/pytest -m "not model and not gpu and not perf"
+
+model: $(READY) ## Tests with the real default model (93 MB, fetched and converted once)
+	$(BIN)/pytest -m "model and not gpu and not perf"
+
+test: lint unit model ## All checks, as CI runs them
+
+schemas: $(READY) ## Write schemas/ anew from the types
+	$(BIN)/pdq schemas --write
+
+clean: ## Remove the environment, caches and local state
+	rm -rf $(VENV) .pdq build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PyTorch first and by its exact version: left to a range, pip may take another build of it. The build backend comes from
+# the constraints too, instead of from an isolated environment that resolves one of its own.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdq needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)" hatchling editables
+	$(PIP) --no-build-isolation --editable '.[embedded,torch,dev]'
+	touch $@
