@@ -102,11 +102,12 @@ class Output:
 class _Matcher:
     """Finds the first stop string in a text that comes in pieces; ``held`` may become the beginning of one."""
 
-    __slots__ = ("_firsts", "_held", "_stops")
+    __slots__ = ("_firsts", "_held", "_lasts", "_stops")
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._lasts = frozenset(stop[-1] for stop in self._stops)
         self._held = ""
 
     def push(self, piece: str, *, armed: bool) -> tuple[str, str | None]:
@@ -128,6 +129,8 @@ class _Matcher:
 
     def _first_match(self, text: str, old: int) -> tuple[int, str] | None:
         """Only matches that end in the new part: older ones were passed over, or were none."""
+        if self._lasts.isdisjoint(text):
+            return None
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, old - len(stop) + 1))
@@ -137,6 +140,8 @@ class _Matcher:
 
     def _possible_start(self, text: str) -> int:
         """Where the longest suffix begins that is a proper beginning of a stop string."""
+        if self._firsts.isdisjoint(text):
+            return len(text)
         for index, char in enumerate(text):
             if char in self._firsts:
                 suffix = text[index:]

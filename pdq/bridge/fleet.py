@@ -1,0 +1,78 @@
+"""What the live workers can do, from their registrations, read at most once a second.
+
+A model whose workers have all gone still is a model: its requests wait in the queue until somebody scales up from zero.
+Only a model of which no worker was ever seen cannot be judged, and is refused for now.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Literal
+
+from pdq.core.errors import Unavailable
+from pdq.ports import Pool, WorkerInfo, WorkerRegistry
+
+FRESH_S: Final = 1.0
+RETRY_AFTER_S: Final = 2.0
+
+
+class Fleet:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        mode: Literal["disaggregated", "aggregated", "auto"],
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._mode = mode
+        self._clock = clock
+        self._workers: Sequence[WorkerInfo] = ()
+        self._max_context: dict[str, int] = {}
+        self._read_at: float | None = None
+        self._lock = asyncio.Lock()
+
+    async def max_context(self, model: str) -> int:
+        """What every live worker of ``model`` can take, prompt and output together.
+
+        Raises:
+            Unavailable: no worker of this model was ever seen, or the registry does not answer.
+        """
+        await self._refresh()
+        known = self._max_context.get(model)
+        if known is None:
+            raise Unavailable(f"no worker serves model {model!r} yet", retry_after_s=RETRY_AFTER_S)
+        return known
+
+    def known_context(self, model: str) -> int | None:
+        return self._max_context.get(model)
+
+    async def missing(self, models: Collection[str]) -> list[str]:
+        """What each model lacks to be served, in words."""
+        await self._refresh()
+        ready = [info for info in self._workers if info.state == "ready"]
+        count = Counter((info.model, info.pool) for info in ready)
+        whole = Counter(info.model for info in ready if info.pool is Pool.DECODE and info.aggregated)
+        lacking = []
+        for model in models:
+            if self._mode == "aggregated":
+                if not whole[model]:
+                    lacking.append(f"{model}: no decode worker that takes whole requests")
+            else:
+                lacking += [f"{model}: no {pool.value} worker" for pool in Pool if not count[model, pool]]
+        return lacking
+
+    async def _refresh(self) -> None:
+        if self._fresh():
+            return
+        async with self._lock:
+            if self._fresh():
+                return
+            self._workers = await self._registry.workers()
+            self._read_at = self._clock()
+            contexts: dict[str, int] = {}
+            for info in self._workers:
+                contexts[info.model] = min(info.contract.max_context, contexts.get(info.model, 2**31))
+            self._max_context |= contexts
+
+    def _fresh(self) -> bool:
+        return self._read_at is not None and self._clock() - self._read_at < FRESH_S

@@ -1,0 +1,64 @@
+"""What the bridge counts, in a registry of its own. Per frame that is one addition; everything else is per request."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ITL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics(Collector):
+    """``frames``, ``gaps``, ``resends``, ``strays`` and ``in_flight`` are plain numbers, read when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.frames = self.gaps = self.resends = self.silences = self.strays = self.in_flight = 0
+        self.requests = Counter(
+            "pdq_bridge_requests",
+            "Accepted requests by how they ended",
+            ["model", "mode", "outcome"],
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            "pdq_bridge_refusals", "Requests that were not accepted, by error code", ["code"], registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "pdq_bridge_prompt_tokens", "Prompt tokens of ended requests", ["model"], registry=self.registry
+        )
+        self.output_tokens = Counter(
+            "pdq_bridge_output_tokens", "Output tokens of ended requests", ["model"], registry=self.registry
+        )
+        self.ttft = Histogram(
+            "pdq_bridge_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            ["model"],
+            buckets=TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "pdq_bridge_inter_token_seconds",
+            "Mean time between two tokens of a request",
+            ["model"],
+            buckets=ITL_BUCKETS,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("pdq_bridge_in_flight", "Requests that wait for their end", value=self.in_flight)
+        for name, text, value in (
+            ("frames", "Token frames received", self.frames),
+            ("gaps", "Times a stream was found to lack tokens", self.gaps),
+            ("resends", "Requests to a worker to send tokens again", self.resends),
+            ("silences", "Streams that ended by their record, not by a frame", self.silences),
+            ("stray_entries", "Entries for requests that are not, or no longer, wanted here", self.strays),
+        ):
+            yield CounterMetricFamily(f"pdq_bridge_{name}", text, value=value)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

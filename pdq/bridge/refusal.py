@@ -1,0 +1,94 @@
+"""Errors as HTTP: which status, which OpenAI error body, which headers. Nothing else in the bridge knows a status code."""
+
+import math
+from typing import Final, NamedTuple
+
+from pdq.bridge.sse import json_bytes
+from pdq.core import errors
+from pdq.core.messages import End
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON: Final = (b"content-type", b"application/json")
+
+
+class BodyTooLarge(errors.InvalidRequest):
+    code = "body_too_large"
+
+
+class NoSuchRoute(errors.InvalidRequest):
+    code = "not_found"
+
+
+class WrongMethod(errors.InvalidRequest):
+    code = "method_not_allowed"
+
+
+class Reply(NamedTuple):
+    """A complete HTTP answer."""
+
+    status: int
+    body: bytes
+    headers: Headers
+
+
+_STATUS: Final = {
+    BodyTooLarge.code: 413,
+    NoSuchRoute.code: 404,
+    WrongMethod.code: 405,
+    errors.InvalidMessage.code: 413,
+    errors.UnknownModel.code: 404,
+    errors.ContextTooLong.code: 400,
+    errors.InvalidRequest.code: 400,
+    errors.BadInput.code: 400,
+    errors.Overloaded.code: 429,
+    errors.Unavailable.code: 503,
+    errors.Refused.code: 503,
+    errors.RequestCancelled.code: 503,
+    errors.DeadlineExceeded.code: 504,
+    errors.AttemptsExhausted.code: 502,
+    errors.StreamLost.code: 502,
+    errors.PeerLost.code: 502,
+    errors.HandoffUnknown.code: 502,
+    errors.DigestMismatch.code: 502,
+    errors.TransferFailed.code: 502,
+}
+"""By code, because terminal events carry codes; whatever is not listed is a fault on this side: 500."""
+
+_TYPE: Final = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
+_TYPE_MORE: Final = {413: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
+
+
+def status_of(code: str) -> int:
+    return _STATUS.get(code, 500)
+
+
+def error_body(status: int, code: str, message: str, param: str | None = None) -> bytes:
+    kind = (_TYPE | _TYPE_MORE).get(status, "server_error")
+    return json_bytes({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def refusal(error: errors.PdqError) -> Reply:
+    """The answer to a request that was not accepted."""
+    status = status_of(error.code)
+    headers: Headers = [JSON]
+    if isinstance(error, errors.Refused):
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if isinstance(error, BodyTooLarge):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    param = error.field if isinstance(error, errors.InvalidRequest) else None
+    return Reply(status, error_body(status, error.code, str(error), param), headers)
+
+
+def failure(end: End) -> Reply:
+    """The answer to an accepted request that ended without success."""
+    if end.error is not None:
+        code, message = end.error.code, end.error.message
+    elif end.state == "expired":
+        code, message = errors.DeadlineExceeded.code, "the request's deadline has passed"
+    else:
+        code, message = errors.RequestCancelled.code, f"the request was {end.state}"
+    if end.state == "expired":
+        code = errors.DeadlineExceeded.code
+    status = status_of(code)
+    return Reply(status, error_body(status, code, message), [JSON])

@@ -1,0 +1,126 @@
+"""One request's way back to its client: token entries in, HTTP out, in the very call that brought the frame.
+
+A frame serves many streams at once. Waking a task per stream and frame would cost more than writing the bytes, so
+entries are rendered and written right where the frame arrives, one write per stream. ASGI's ``send`` is a coroutine only
+because a slow client may make it wait; as long as it does not, it is run to its end on the spot. Once it would wait,
+messages queue up behind a task of their own, and no other stream notices.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from typing import Any, Final, Protocol
+
+from pdq.bridge import refusal
+from pdq.bridge.sse import Chunks, Whole, error_event
+from pdq.core.messages import TokenEntry
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+EVENT_STREAM: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Channel:
+    """The HTTP response of one request. ``headers`` go with every answer."""
+
+    __slots__ = ("_backlog", "_drain", "_headers", "_send", "started")
+
+    def __init__(self, send: Send, headers: refusal.Headers) -> None:
+        self._send = send
+        self._headers = headers
+        self._backlog: list[Message] = []
+        self._drain: asyncio.Task[None] | None = None
+        self.started = False
+
+    def start(self, status: int, headers: refusal.Headers) -> None:
+        self.started = True
+        self._put({"type": "http.response.start", "status": status, "headers": [*self._headers, *headers]})
+
+    def write(self, body: bytes, *, more: bool) -> None:
+        self._put({"type": "http.response.body", "body": body, "more_body": more})
+
+    def answer(self, reply: refusal.Reply) -> None:
+        """A complete answer at once."""
+        self.start(reply.status, [*reply.headers, (b"content-length", b"%d" % len(reply.body))])
+        self.write(reply.body, more=False)
+
+    def _put(self, message: Message) -> None:
+        if self._drain is None and _done_without_waiting(self._send(message)):
+            return
+        self._backlog.append(message)
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._send_backlog())
+
+    async def _send_backlog(self) -> None:
+        try:
+            while self._backlog:
+                await self._send(self._backlog.pop(0))
+        finally:
+            self._drain = None
+
+
+def _done_without_waiting(sending: Awaitable[None]) -> bool:
+    """Run ``sending`` if it can finish at once; otherwise undo it: a server waits before it writes, never after."""
+    assert isinstance(sending, Coroutine)
+    try:
+        sending.send(None)
+    except StopIteration:
+        return True
+    sending.close()
+    return False
+
+
+class Reply(Protocol):
+    """What one request's entries become."""
+
+    def deliver(self, entries: Sequence[TokenEntry]) -> None:
+        """Entries in order, each once; the last of all has the end."""
+
+
+class StreamReply:
+    """Server-sent events. The response begins with the first entry, so that a failure before it still has a status."""
+
+    __slots__ = ("_channel", "_chunks")
+
+    def __init__(self, channel: Channel, chunks: Chunks) -> None:
+        self._channel = channel
+        self._chunks = chunks
+
+    def deliver(self, entries: Sequence[TokenEntry]) -> None:
+        channel, chunks = self._channel, self._chunks
+        end = entries[-1].end
+        failed = end is not None and end.state != "done"
+        parts = [chunks.text(entry) for entry in entries]
+        if not channel.started:
+            if failed and not any(parts):
+                assert end is not None
+                channel.answer(refusal.failure(end))
+                return
+            channel.start(200, EVENT_STREAM)
+            parts.insert(0, chunks.opening())
+        if end is not None:
+            parts.append(error_event(refusal.failure(end).body) if failed else chunks.end(end))
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if body:
+            channel.write(body, more=end is None)
+
+
+class WholeReply:
+    """One JSON document, when all is there."""
+
+    __slots__ = ("_channel", "_whole")
+
+    def __init__(self, channel: Channel, whole: Whole) -> None:
+        self._channel = channel
+        self._whole = whole
+
+    def deliver(self, entries: Sequence[TokenEntry]) -> None:
+        for entry in entries:
+            self._whole.add(entry)
+        end = entries[-1].end
+        if end is None:
+            return
+        if end.state == "done":
+            self._channel.answer(refusal.Reply(200, self._whole.end(end), [refusal.JSON]))
+        else:
+            self._channel.answer(refusal.failure(end))

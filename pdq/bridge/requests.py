@@ -1,0 +1,277 @@
+"""The requests in flight: one token subscription for the whole process, and what every accepted request can rely on.
+
+*It ends.* By the end in its token frames; if those stay silent, by its record, which is the truth about its state; if its
+client goes away, by a cancellation that outlives the task which noticed.
+
+*It is whole.* A gap is asked for again from the worker that showed it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from pdq.bridge.metrics import Metrics
+from pdq.bridge.reply import Reply
+from pdq.core import errors, names
+from pdq.core.handoff import Event, State
+from pdq.core.lease import RecordKey
+from pdq.core.messages import Cancel, End, Failure, OutputAnswer, Resend, TokenEntry, TokenFrame, Usage
+from pdq.core.stream import Assembler
+from pdq.ports import Changes, HandoffLedger, Record, Subscription, TokenBus
+
+log = logging.getLogger(__name__)
+
+SWEEP_S: Final = 0.5
+CANCEL_TRIES: Final = 6
+BRIDGE: Final = "bridge"
+"""The worker name in the log entries of records that the bridge ends."""
+
+
+class Stream:
+    """One accepted request, from its record's creation to its end."""
+
+    __slots__ = ("asked_for_end", "assembler", "first_at", "key", "mode", "opened_at", "reply", "seen_at", "worker")
+
+    def __init__(self, key: RecordKey, mode: str, reply: Reply, now: float) -> None:
+        self.key = key
+        self.mode = mode
+        self.reply = reply
+        self.assembler = Assembler()
+        self.worker = ""
+        """Who sent the last entry: the one to ask for what is missing."""
+        self.opened_at = self.seen_at = now
+        self.first_at = 0.0
+        self.asked_for_end = False
+
+    @property
+    def ended(self) -> bool:
+        return self.assembler.ended
+
+
+class InFlight:
+    def __init__(
+        self,
+        *,
+        owner: str,
+        ledger: HandoffLedger,
+        bus: TokenBus,
+        metrics: Metrics,
+        silence_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.reply_to = names.reply_subject(owner)
+        self._ledger = ledger
+        self._bus = bus
+        self._metrics = metrics
+        self._silence_s = silence_s
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._subscription: Subscription | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen first: an entry must never come before there is someone to hear it."""
+        self._subscription = await self._bus.receive(self.reply_to, self.on_frame, self.answer)
+        self._sweeper = asyncio.create_task(self._sweep_for_ever())
+
+    async def close(self) -> None:
+        """Cancel what is still in flight, finish what was promised (cancellations), stop listening."""
+        self.abort("the bridge is shutting down")
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, key: RecordKey, mode: str, reply: Reply, opened_at: float) -> Stream:
+        stream = self._streams[key.request_id] = Stream(key, mode, reply, opened_at)
+        self._metrics.in_flight += 1
+        return stream
+
+    # --- From the bus -------------------------------------------------------------------------------------------------
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        self._metrics.frames += 1
+        now, streams = self._clock(), self._streams
+        for entry in frame.entries:
+            stream = streams.get(entry.request_id)
+            if stream is None:
+                self._metrics.strays += 1
+                continue
+            stream.worker = frame.worker
+            self._take(stream, entry, now)
+
+    def answer(self, request_id: str) -> OutputAnswer:
+        """To a worker that resumes the request: the tokens that its client has."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return OutputAnswer(request_id, wanted=False)
+        return OutputAnswer(request_id, wanted=True, tokens=tuple(stream.assembler.tokens))
+
+    def _take(self, stream: Stream, entry: TokenEntry, now: float) -> None:
+        stream.seen_at = now
+        assembler = stream.assembler
+        delivered = assembler.accept(entry)
+        if delivered:
+            if not stream.first_at and delivered[0].tokens:
+                stream.first_at = now
+            try:
+                stream.reply.deliver(delivered)
+            except Exception:  # one client's connection must not take the other streams of the frame with it
+                log.exception("request %s cannot be answered", stream.key.request_id)
+                self.cancel(stream, "the answer could not be written")
+                return
+        if assembler.ended:
+            self._forget(stream, delivered[-1].end, now)
+        elif assembler.gap:
+            self._ask_again(stream, now)
+
+    def _ask_again(self, stream: Stream, now: float) -> None:
+        seq = stream.assembler.ask_again(now)
+        if seq is None:
+            return
+        self._metrics.gaps += 1
+        self._resend(stream, seq)
+
+    def _resend(self, stream: Stream, seq: int) -> None:
+        self._metrics.resends += 1
+        message = Resend(stream.key.request_id, seq, self.reply_to)
+        self._keep(self._tell(names.worker_subject(stream.worker), message))
+
+    async def _tell(self, subject: str, message: Resend) -> None:
+        """The sweep asks again, so one that is lost is not an error."""
+        with contextlib.suppress(errors.Unavailable):
+            await self._bus.control(subject, message)
+
+    def _forget(self, stream: Stream, end: End | None, now: float) -> None:
+        if self._streams.pop(stream.key.request_id, None) is None:
+            return
+        metrics, model = self._metrics, stream.key.model
+        metrics.in_flight -= 1
+        metrics.requests.labels(model, stream.mode, end.state if end else "cancelled").inc()
+        tokens = stream.assembler.next_seq
+        metrics.output_tokens.labels(model).inc(tokens)
+        if end is not None and end.usage is not None:
+            metrics.prompt_tokens.labels(model).inc(end.usage.prompt_tokens)
+        if stream.first_at:
+            metrics.ttft.labels(model).observe(stream.first_at - stream.opened_at)
+            if tokens > 1:
+                metrics.itl.labels(model).observe((now - stream.first_at) / (tokens - 1))
+
+    # --- Ends that come from here -------------------------------------------------------------------------------------
+
+    def cancel(self, stream: Stream, why: str) -> None:
+        """The client does not want it any more. What follows from that goes on without the caller."""
+        if self._streams.get(stream.key.request_id) is stream:
+            self._forget(stream, None, self._clock())
+            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(why)))
+
+    def fail(self, stream: Stream, error: errors.PdqError) -> asyncio.Task[None]:
+        """The request was recorded, but its job could not be published."""
+        self._forget(stream, End(state="failed"), self._clock())
+        return self._keep(self._end_record(stream.key, Event.FAIL, error))
+
+    def submitted(self, stream: Stream) -> None:
+        """Record and job are out. If the stream was ended meanwhile, its end found no record yet: end it now."""
+        if stream.ended:
+            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled("ended while it was accepted")))
+
+    def abort(self, why: str) -> None:
+        """End every stream now, with an error that the client sees."""
+        for stream in list(self._streams.values()):
+            end = End(state="cancelled", error=Failure(errors.Unavailable.code, why, retryable=True))
+            self._take(stream, self._entry(stream, end), self._clock())
+            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(why)))
+
+    async def _end_record(self, key: RecordKey, event: Event, error: errors.PdqError) -> None:
+        """Write the end, then tell the workers. If the ledger stays away, the deadline ends the record."""
+        changes = Changes(ended_code=error.code, ended_message=str(error))
+        for attempt in range(CANCEL_TRIES):
+            try:
+                await self._ledger.apply(key, event, worker=BRIDGE, changes=changes)
+                break
+            except (errors.RecordEnded, errors.RecordNotFound):
+                return
+            except errors.Unavailable as unavailable:
+                log.warning("request %s cannot be ended now: %s", key.request_id, unavailable)
+                await asyncio.sleep(0.1 * 2**attempt)
+        try:
+            await self._bus.control(names.CANCEL_SUBJECT, Cancel((key.request_id,)))
+        except errors.Unavailable as unavailable:  # workers notice at their next lease renewal
+            log.warning("workers cannot be told that request %s has ended: %s", key.request_id, unavailable)
+
+    # --- Silence ------------------------------------------------------------------------------------------------------
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(min(SWEEP_S, self._silence_s / 2))
+            try:
+                await self.sweep()
+            except errors.Unavailable as error:
+                log.warning("silent streams cannot be compared with their records: %s", error)
+
+    async def sweep(self) -> None:
+        """Ask again for gaps; compare streams that have been silent for too long with their records."""
+        now = self._clock()
+        silent = []
+        for stream in self._streams.values():
+            if stream.assembler.gap:
+                self._ask_again(stream, now)
+            if now - stream.seen_at >= self._silence_s:
+                silent.append(stream)
+        if not silent:
+            return
+        records = await self._ledger.read_many([stream.key for stream in silent])
+        for stream, record in zip(silent, records, strict=True):
+            if not stream.ended and stream.key.request_id in self._streams:
+                self._compare(stream, record, self._clock())
+
+    def _compare(self, stream: Stream, record: Record | None, now: float) -> None:
+        stream.seen_at = now
+        if record is not None and not record.state.terminal:
+            return
+        if record is not None and record.state is State.DONE and stream.worker and not stream.asked_for_end:
+            # It went well, and only its last frames are lost: its worker still has them.
+            stream.asked_for_end = True
+            self._resend(stream, stream.assembler.next_seq)
+            return
+        self._metrics.silences += 1
+        self._take(stream, self._entry(stream, _end_of(record, stream.assembler.next_seq)), now)
+
+    def _entry(self, stream: Stream, end: End) -> TokenEntry:
+        return TokenEntry(stream.key.request_id, stream.assembler.next_seq, end=end)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _end_of(record: Record | None, delivered: int) -> End:
+    """The end as its record tells it, for a stream that got ``delivered`` tokens."""
+    if record is None:
+        lost = Failure(errors.StreamLost.code, "the request's record is gone, and no token came for a long time")
+        return End(state="failed", error=lost)
+    usage = Usage(record.prompt_tokens, delivered)
+    if record.state is State.DONE:
+        if delivered == record.emitted and record.ended_code in ("stop", "length"):
+            return End(state="done", finish_reason="stop" if record.ended_code == "stop" else "length", usage=usage)
+        text = f"the request is done, but {record.emitted - delivered} of its {record.emitted} tokens are lost"
+        return End(state="failed", usage=usage, error=Failure(errors.StreamLost.code, text))
+    state = {State.FAILED: "failed", State.CANCELLED: "cancelled", State.EXPIRED: "expired"}[record.state]
+    code = record.ended_code or state
+    return End(
+        state=state,  # type: ignore[arg-type]
+        usage=usage,
+        error=Failure(code, record.ended_message or f"the request has {state}"),
+    )
