@@ -16,6 +16,9 @@ from pdq.core.settings import EngineSettings
 from workers.torch import attention
 from workers.torch.pool import TORCH_DTYPES
 
+hugging_face: Any = transformers
+"""The same package: its annotations cover half of it, and call the rest untyped."""
+
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WHOLE_BATCH_ROPE: Final = ("dynamic", "longrope")
 """RoPE scalings that change all positions once the longest sequence passes a bound: cached keys would turn wrong."""
@@ -43,9 +46,9 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     described = _config(directory)
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, described, device)
-    transformers.utils.logging.disable_progress_bar()
+    hugging_face.utils.logging.disable_progress_bar()
     try:
-        module: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        module: Any = hugging_face.AutoModelForCausalLM.from_pretrained(
             directory, dtype=TORCH_DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -95,7 +98,7 @@ def _config(directory: Path) -> Any:
         raise IncompatibleContract(f"{directory / 'config.json'} is not a model configuration: {error}") from error
     if named[0] not in ARCHITECTURES:
         raise IncompatibleContract(f"{directory} is a {named[0]}; the torch engine serves {', '.join(ARCHITECTURES)}")
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = hugging_face.AutoConfig.from_pretrained(directory, local_files_only=True)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in WHOLE_BATCH_ROPE:
         raise IncompatibleContract(f"{directory} uses RoPE scaling {rope!r}, which cannot be cached per token")
