@@ -52,14 +52,14 @@ class Lifecycle:
         self.draining.set()
         self.stopped.set()
 
-    async def until_drained(self, work: Awaitable[None]) -> None:
-        """Wait for ``work``, or for the second stage; then ``work`` is cancelled and awaited."""
+    async def until(self, stage: asyncio.Event, work: Awaitable[None]) -> None:
+        """Wait for ``work``, or until ``stage`` is reached; then ``work`` is cancelled and awaited."""
         task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self.stopped.wait())
+        reached = asyncio.ensure_future(stage.wait())
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stop.cancel()
+            reached.cancel()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task

@@ -5,7 +5,7 @@ from typing import Final
 
 import typer
 
-from pdq.cli import leases, publish, schemas, settings, status, trace
+from pdq.cli import demo, leases, programs, publish, schemas, settings, status, trace, up
 from pdq.core import errors
 
 EXIT_OTHER: Final = 1
@@ -22,10 +22,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command()(up.up)
+app.command()(demo.demo)
 app.command()(status.status)
 app.command()(leases.leases)
 app.command()(trace.trace)
 app.command()(publish.publish)
+app.command()(programs.bridge)
+app.command()(programs.worker)
+app.command()(programs.reaper)
 app.command()(settings.settings)
 app.command()(schemas.schemas)
 

@@ -134,8 +134,7 @@ class DecodeStage:
         last = await self._batch.decode(record, work.sampling, landed.seat, output, first)
         note = {
             "decode_ms": round((time.monotonic() - started) * 1000, 3),
-            "tokens": len(output.tokens),
-            "decoded": len(output.tokens) - before,
+            "tokens": len(output.tokens) - before,
         }
         await self._finisher.finish(record, grant.epoch, last, note)
 

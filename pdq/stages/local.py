@@ -21,7 +21,7 @@ from pdq.stages.keepalive import Keepalive
 from pdq.stages.parts import Parts
 from pdq.stages.recover import Recovery
 from pdq.stages.room import Room
-from pdq.stages.text import done, entry, logprobs_of, output_of
+from pdq.stages.text import done, entry, first_token_ms, logprobs_of, output_of
 from pdq.stages.work import Work
 
 
@@ -76,6 +76,7 @@ class LocalStage:
             await self._conductor.settle(key, self._recovery.begun_before(job, key, self._queue))
 
     async def _serve(self, taken: Taken, grant: Grant) -> None:
+        granted = time.monotonic()
         taken.job = await self._recovery.catch_up(taken.job, grant.record)
         work = prompt_work(taken.job, grant.record)
         run = await self._room.take(lambda: self._engine.admit(work, output=True))
@@ -86,7 +87,7 @@ class LocalStage:
             note = {
                 "prefill_ms": round((time.monotonic() - started) * 1000, 3),
                 "prompt_tokens": len(work.tokens),
-                "bytes": 0,
+                "first_token_ms": first_token_ms(grant, granted),
             }
             await self._continue(taken, work, grant, run, note)
         finally:
@@ -105,7 +106,7 @@ class LocalStage:
             end = done(record, finish, output) if finish is not None else None
             sent = entry(record, seq, first.token, piece, logprobs, end)
             if end is not None:
-                await self._finisher.finish(record, epoch, sent, note | {"tokens": len(output.tokens)})
+                await self._finisher.finish(record, epoch, sent, note | {"tokens": 1})
                 return
         await self._adopt(taken, grant, first, note)
         if first is not None:
@@ -114,8 +115,7 @@ class LocalStage:
         last = await self._batch.decode(record, work.sampling, self._engine.adopt(run, work), output, first)
         decode_note = {
             "decode_ms": round((time.monotonic() - started) * 1000, 3),
-            "tokens": len(output.tokens),
-            "decoded": len(output.tokens) - before,
+            "tokens": len(output.tokens) - before,
         }
         await self._finisher.finish(record, epoch, last, decode_note)
 

@@ -33,7 +33,7 @@ from pdq.stages.offers import Held, Offers
 from pdq.stages.parts import Parts
 from pdq.stages.recover import Recovery
 from pdq.stages.room import Room
-from pdq.stages.text import done, entry, logprobs_of, output_of
+from pdq.stages.text import done, entry, first_token_ms, logprobs_of, output_of
 from pdq.stages.work import Work
 
 
@@ -49,6 +49,8 @@ class Attempt:
     locators: tuple[Locator, ...] = ()
     announced: bool = False
     held: bool = False
+    granted: float = field(kw_only=True)
+    """When the lease was granted, and when computing began (``time.monotonic``)."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -87,10 +89,11 @@ class PrefillStage:
             await self._conductor.settle(key, self._recovery.begun_before(job, key, Queue.PREFILL))
 
     async def _attempt(self, job: PrefillJob, grant: Grant) -> None:
+        granted = time.monotonic()
         job = await self._recovery.catch_up(job, grant.record)
         work = prompt_work(job, grant.record)
         run = await self._room.take(lambda: self._engine.admit(work))
-        attempt = Attempt(job, grant, work, run)
+        attempt = Attempt(job, grant, work, run, granted=granted)
         try:
             await self._compute(attempt)
             await self._hand_over(attempt)
@@ -129,7 +132,7 @@ class PrefillStage:
             await self._announce(attempt, logprobs)
             return
         last = entry(record, seq, first.token, piece, logprobs, done(record, finish, output))
-        await self._finisher.finish(record, attempt.grant.epoch, last, self._note(attempt) | {"tokens": seq + 1})
+        await self._finisher.finish(record, attempt.grant.epoch, last, self._note(attempt) | {"tokens": 1})
 
     async def _ready(self, attempt: Attempt, first: Drawn | None, emitted: int) -> None:
         """From here on the KV is held until somebody has fetched it, or nobody wants it any more."""
@@ -160,12 +163,15 @@ class PrefillStage:
         return Changes(locators=attempt.locators, layout=contract.layout, fingerprint=contract.fingerprint.digest)
 
     def _note(self, attempt: Attempt) -> dict[str, Any]:
-        return {
+        note = {
             "prefill_ms": round((time.monotonic() - attempt.started) * 1000, 3),
             "prompt_tokens": len(attempt.work.tokens),
             "bytes": attempt.run.plan.total,
             "chunks": len(attempt.run.plan.lengths),
         }
+        if attempt.run.first is not None:
+            note["first_token_ms"] = first_token_ms(attempt.grant, attempt.granted)
+        return note
 
     async def _announce(self, attempt: Attempt, logprobs: TokenLogprobs | None = None) -> None:
         """Publish the decode job; once per attempt, however often this is called."""

@@ -1,10 +1,11 @@
 """From drawn tokens to what requesters read: pieces of text and log-probabilities, as wire types."""
 
+import time
 from collections.abc import Sequence
 
 from pdq.core.messages import End, Logprob, Sampling, TokenEntry, TokenLogprobs, Usage
 from pdq.core.output import Finish, Output
-from pdq.ports import Drawn, Record, Tokenizer
+from pdq.ports import Drawn, Grant, Record, Tokenizer
 
 
 def logprobs_of(tokenizer: Tokenizer, sampling: Sampling, drawn: Drawn) -> TokenLogprobs | None:
@@ -38,6 +39,11 @@ def done(record: Record, finish: Finish, output: Output) -> End:
         tail=finish.tail,
         usage=Usage(prompt_tokens=record.prompt_tokens, completion_tokens=len(output.tokens)),
     )
+
+
+def first_token_ms(grant: Grant, granted: float) -> float:
+    """From the request's acceptance until now; ``granted`` is ``time.monotonic`` at the grant."""
+    return round(grant.now_ms - grant.record.created_ms + (time.monotonic() - granted) * 1000, 3)
 
 
 def output_of(tokenizer: Tokenizer, sampling: Sampling, record: Record, tokens: Sequence[int]) -> Output:

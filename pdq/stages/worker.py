@@ -136,7 +136,7 @@ class Worker:
         try:
             await self._keepalive.announce()
             log.info("%s worker %s serves %s", self._pool, parts.worker, parts.model)
-            await lifecycle.until_drained(self._serve(consumers, lifecycle, always))
+            await lifecycle.until(lifecycle.stopped, self._serve(consumers, lifecycle, always))
         finally:
             if self._offers is not None:
                 await self._offers.close()

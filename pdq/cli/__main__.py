@@ -1,0 +1,3 @@
+from pdq.cli import main
+
+main()

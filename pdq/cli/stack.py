@@ -1,0 +1,240 @@
+"""A whole pdq on one machine: embedded servers, workers, bridge and reaper as child processes of this one.
+
+Children are started in the order in which they need each other and stopped in the order in which requests flow: the
+bridge first, so that streams can end, then the workers, then the reaper, then the servers. A part that dies is started
+again; one that keeps dying ends the stack, with the end of its log.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from pdq.adapters.processes import Child, Server, nats_server, valkey_server
+from pdq.cli.find import ENV_FILE
+from pdq.cli.models import Engine, Model
+from pdq.cli.programs import worker_command
+from pdq.core import names
+from pdq.core.errors import InvalidSettings, Unavailable
+from pdq.ports import Pool
+from pdq.runtime import EXIT_BAD_INPUT
+
+log = logging.getLogger(__name__)
+
+READY_POLL_S: Final = 0.05
+RESTARTS: Final = 5
+"""A part that dies this often within ``RESTART_WINDOW_S`` is not started again."""
+RESTART_WINDOW_S: Final = 30.0
+GRACE_S: Final = 65.0
+"""For a child to drain before it is killed: a little more than its own deadline."""
+
+Mode = Literal["disaggregated", "aggregated", "auto"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to start."""
+
+    state_dir: Path
+    model: Model
+    engine: Engine
+    mode: Mode
+    prefill: int
+    decode: int
+    port: int
+    host: str = "127.0.0.1"
+
+
+class _NotReady(msgspec.Struct):
+    missing: list[str] = []
+
+
+@dataclass
+class Part:
+    """A supervised child and when it was started."""
+
+    child: Child
+    starts: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        now = time.monotonic()
+        self.starts = [at for at in self.starts if now - at < RESTART_WINDOW_S] + [now]
+        self.child.start()
+
+
+class Stack:
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._servers: list[Server] = []
+        self._parts: list[Part] = []
+        self._environ = dict(os.environ)
+        self._stopping = False
+        self.url = f"http://{plan.host}:{plan.port}"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of the stack's programs."""
+        return self._environ
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Stack"]:
+        """Up and able to serve, until the block ends.
+
+        Raises:
+            InvalidSettings: another stack uses the state directory, or the port is taken.
+            Unavailable: a part could not be started.
+        """
+        with _locked(self._plan.state_dir):
+            try:
+                await self._start_servers()
+                self._write_env()
+                self._start_parts()
+                await self._until_ready()
+                yield self
+            finally:
+                self._stopping = True
+                await self._stop()
+                (self._plan.state_dir / ENV_FILE).unlink(missing_ok=True)
+
+    async def supervise(self) -> None:
+        """Start parts that died again; returns never.
+
+        Raises:
+            Unavailable: a part keeps dying, or an embedded server is gone.
+        """
+        while True:
+            await asyncio.sleep(0.1)
+            self._check()
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    async def _start_servers(self) -> None:
+        embedded = {names.ENV_NATS_URL: nats_server, names.ENV_REDIS_URL: valkey_server}
+        for variable, make in embedded.items():
+            if not self._environ.get(variable):
+                server = make(self._plan.state_dir / variable.split("_")[1].lower())
+                await server.start()
+                self._servers.append(server)
+                self._environ[variable] = server.url
+                self._progress(f"{server.name} on {server.url}")
+
+    def _write_env(self) -> None:
+        self._environ[names.ENV_BRIDGE_URL] = self.url
+        wanted = (names.ENV_NATS_URL, names.ENV_REDIS_URL, names.ENV_BRIDGE_URL)
+        file = self._plan.state_dir / ENV_FILE
+        draft = file.with_suffix(".new")
+        draft.touch(mode=0o600)  # URLs may carry passwords
+        draft.write_text("".join(f"{variable}={self._environ[variable]}\n" for variable in wanted))
+        draft.replace(file)
+
+    def _start_parts(self) -> None:
+        plan = self._plan
+        workers = plan.prefill + plan.decode
+        self._environ["PDQ_HANDOFF_MODE"] = plan.mode
+        # More compute threads than cores make every one of them several times slower.
+        self._environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(workers, 1))))
+        self._environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._part("reaper", self._pdq("reaper"))
+        for pool, count in ((Pool.PREFILL, plan.prefill), (Pool.DECODE, plan.decode)):
+            for number in range(count):
+                self._part(f"{pool}-{number}", worker_command(pool, plan.model, plan.engine))
+        model = str(plan.model.directory) if plan.model.directory is not None else plan.model.name
+        self._part(
+            "bridge",
+            [
+                *self._pdq("bridge"),
+                *("--engine", plan.engine, "--model", model, "--host", plan.host, "--port", str(plan.port)),
+            ],
+        )
+
+    def _pdq(self, command: str) -> list[str]:
+        return [sys.executable, "-m", "pdq.cli", command]
+
+    def _part(self, name: str, argv: Sequence[str]) -> None:
+        part = Part(Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ))
+        self._parts.append(part)
+        part.start()
+
+    async def _until_ready(self) -> None:
+        last = ""
+        while True:
+            self._check()
+            missing = await asyncio.to_thread(_missing, self.url)
+            if missing is None:
+                return
+            if missing != last:
+                self._progress(missing)
+                last = missing
+            await asyncio.sleep(READY_POLL_S)
+
+    # --- while it runs ------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for server in self._servers:
+            if (code := server.child.returncode) is not None:
+                raise Unavailable(f"{server.name} exited with {code}:\n{server.child.log_tail()}")
+        for part in self._parts:
+            code = part.child.returncode
+            if code is None or self._stopping:
+                continue
+            if code == EXIT_BAD_INPUT or len(part.starts) >= RESTARTS:
+                raise Unavailable(f"{part.child.name} exited with {code}:\n{part.child.log_tail()}")
+            log.warning("%s exited with %d, starting it again", part.child.name, code)
+            part.start()
+
+    # --- stop ---------------------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        order = ("bridge", "prefill", "decode", "reaper")
+        for kind in order:
+            children = [part.child for part in self._parts if part.child.name.startswith(kind)]
+            await asyncio.gather(*(child.stop(GRACE_S) for child in children))
+        for server in reversed(self._servers):
+            await server.stop()
+
+    def hurry(self) -> None:
+        """The second signal: nothing is waited for any more."""
+        for part in self._parts:
+            part.child.signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _locked(state_dir: Path) -> Iterator[None]:
+    """Only one stack at a time in a state directory."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidSettings(
+                f"another pdq is running in {state_dir}: stop it, or choose another --state-dir"
+            ) from None
+        yield
+
+
+def _missing(url: str) -> str | None:
+    """What the stack still waits for; None when it can serve."""
+    try:
+        with urllib.request.urlopen(f"{url}/health/ready", timeout=2) as answer:
+            return None if answer.status == 200 else "bridge not ready"
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(msgspec.DecodeError):
+            said = msgspec.json.decode(error.read(), type=_NotReady)
+            return f"waiting for {'; '.join(said.missing)}"
+        return "waiting for the bridge"
+    except OSError:
+        return "waiting for the bridge"

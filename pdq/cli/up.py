@@ -1,0 +1,119 @@
+"""``pdq up``: everything on this machine, until Ctrl-C."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from pdq.cli import models
+from pdq.cli.find import DEFAULT_STATE_DIR
+from pdq.cli.programs import EngineOption, ModelOption
+from pdq.cli.stack import Mode, Plan, Stack
+
+QUIET_S: Final = 2.0
+"""Nothing that takes longer than this goes by without a word."""
+
+Prefill = Annotated[int, typer.Option("--prefill", min=0, help="Number of prefill workers.")]
+Decode = Annotated[int, typer.Option("--decode", min=1, help="Number of decode workers.")]
+ModeOption = Annotated[
+    Mode,
+    typer.Option(
+        help="`disaggregated`: prefill and decode in separate workers. `aggregated`: decode workers do both. "
+        "`auto`: short prompts go to decode workers whole."
+    ),
+]
+StackStateDir = Annotated[
+    Path,
+    typer.Option("--state-dir", envvar="PDQ_STATE_DIR", help="Where logs, data and the addresses (file `env`) go."),
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the bridge, 0 for a free one.")]
+
+
+def up(
+    port: Port = 8000,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    model: ModelOption = None,
+    engine: EngineOption = "torch",
+    mode: ModeOption = "disaggregated",
+    state_dir: StackStateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Start everything on this machine and stay up: servers, workers, bridge, reaper.
+
+    Prints one line with `ready` and the base URL when requests can be served, and runs until Ctrl-C or SIGTERM; then
+    streams are finished and nothing is left behind. With PDQ_NATS_URL and PDQ_REDIS_URL set, your servers are used and
+    none are started.
+    """
+    from pdq import runtime
+
+    plan = make_plan(port, prefill, decode, model, engine, mode, state_dir)
+
+    async def run(lifecycle: runtime.Lifecycle) -> None:
+        with Waiting() as waiting:
+            stack = Stack(plan, waiting.progress)
+            async with stack.running():
+                waiting.done()
+                print(f"pdq is ready: {stack.url}/v1  (model {plan.model.name}, Ctrl-C stops)", flush=True)
+                print(curl(stack.url, plan.model.name), flush=True)
+                await lifecycle.until(lifecycle.draining, stack.supervise())
+
+    raise typer.Exit(runtime.run("up", run))
+
+
+def make_plan(
+    port: int, prefill: int, decode: int, model: str | None, engine: models.Engine, mode: Mode, state_dir: Path
+) -> Plan:
+    """The plan for these options; the model is prepared if it has to be."""
+    from pdq.adapters.processes import free_port
+
+    return Plan(
+        state_dir=state_dir.resolve(),
+        model=models.prepare(models.resolve(model, engine)),
+        engine=engine,
+        mode=mode,
+        prefill=prefill,
+        decode=decode,
+        port=port or free_port(),
+    )
+
+
+def curl(url: str, model: str) -> str:
+    """A command line that works when it is pasted."""
+    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What is a queue?"}}]}}'
+    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+class Waiting:
+    """Says on stderr what is being waited for, as soon as it takes longer than two seconds."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._what = "starting"
+        self._timer: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> "Waiting":
+        self._timer = asyncio.ensure_future(self._remind())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.done()
+
+    def progress(self, what: str) -> None:
+        self._what = what
+        if time.monotonic() - self._started > QUIET_S:
+            self._say()
+
+    def done(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _remind(self) -> None:
+        while True:
+            await asyncio.sleep(QUIET_S)
+            self._say()
+
+    def _say(self) -> None:
+        print(f"[{time.monotonic() - self._started:4.0f} s] {self._what}", file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""The composition root: settings in, opened adapters out. The only module that knows which adapter stands behind a port."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from pdq.adapters import nats, redis
+from pdq.core.errors import InvalidSettings
+from pdq.core.settings import Settings
+from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, WorkerRegistry
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A program's ports on the running servers."""
+
+    queue: JobQueue
+    bus: TokenBus
+    ledger: HandoffLedger
+    registry: WorkerRegistry
+
+
+@asynccontextmanager
+async def connect(settings: Settings, name: str) -> AsyncIterator[Connected]:
+    """Open what every program needs: queues, bus, ledger, registry. Streams are created if they are not there yet.
+
+    Raises:
+        Unavailable: a server does not answer.
+        InvalidSettings: a URL cannot be understood.
+    """
+    async with AsyncExitStack() as stack:
+        connection = await nats.connect(settings.nats, name)
+        stack.push_async_callback(connection.close)
+        queue = nats.NatsQueue(connection, settings.queue)
+        await queue.ensure_streams()
+        client = await redis.connect(settings.redis)
+        stack.push_async_callback(client.aclose)
+        ledger = redis.RedisLedger(client, settings.lease)
+        stack.push_async_callback(ledger.close)
+        registry = redis.RedisRegistry(client)
+        stack.push_async_callback(registry.close)
+        yield Connected(queue=queue, bus=nats.NatsBus(connection), ledger=ledger, registry=registry)
+
+
+@asynccontextmanager
+async def transports(settings: Settings) -> AsyncIterator[Mapping[str, KvTransport]]:
+    """Started KV transports: those in ``transport.order``, and the tiers that are written through.
+
+    Raises:
+        InvalidSettings: a transport that exists only inside one process.
+    """
+    wanted = dict.fromkeys((*settings.transport.order, *settings.transport.write_through))
+    async with AsyncExitStack() as stack:
+        opened: dict[str, KvTransport] = {}
+        for name in wanted:
+            transport = _transport(name, settings)
+            await transport.start()
+            stack.push_async_callback(transport.close)
+            opened[name] = transport
+        yield opened
+
+
+def _transport(name: str, settings: Settings) -> KvTransport:
+    # Imported when wanted: ucxx takes a second to load, and not every deployment has it.
+    match name:
+        case "ucx":
+            from pdq.adapters.ucx import UcxTransport
+
+            return UcxTransport(settings.transport)
+        case "shm":
+            from pdq.adapters.shm import ShmTransport
+
+            return ShmTransport(settings.transport)
+        case "redis":
+            from pdq.adapters.redis_tier import RedisTier
+
+            return RedisTier(settings.redis.url, settings.transport)
+        case _:
+            raise InvalidSettings(f"transport {name!r} works only inside one process; use ucx, shm or redis")
