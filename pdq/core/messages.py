@@ -85,7 +85,9 @@ class PrefillJob(Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         given = [name for name in PROMPT_FIELDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(PROMPT_FIELDS)} must be given, got {', '.join(given) or 'none'}")
+            raise ValueError(
+                f"exactly one of {', '.join(PROMPT_FIELDS)} must be given, got {', '.join(given) or 'none'}"
+            )
 
 
 class DecodeJob(Struct, frozen=True, omit_defaults=True):
