@@ -30,6 +30,7 @@ PENDING_BYTES: Final = 8 * 1024 * 1024
 SLOW_CONSUMER_MESSAGES: Final = 1_000_000
 SLOW_CONSUMER_BYTES: Final = 256 * 1024 * 1024
 DRAIN_S: Final = 5.0
+SETTLE_S: Final = 5.0
 HEADER_ROOM: Final = 2048
 """The broker counts headers as payload, and closes the connection of a client that sends too much."""
 
@@ -162,17 +163,30 @@ class Connection:
 
         Raises:
             Unavailable: not connected, connection lost meanwhile, or no answer in time.
+            InvalidMessage: over the broker's size limit.
         """
+        token = str(next(self._counter))
+        return await self._exchange(token, subject, data, self._inbox + token, headers, timeout_s)
+
+    async def _settled(self) -> None:
+        """Returns when the broker has taken everything sent so far: a subscription made before this receives what anyone
+        sends after it. (nats-py's ``flush`` cannot promise that: its PING overtakes the buffer.)"""
+        token = str(next(self._counter))
+        await self._exchange(token, self._inbox + token, b"", "", None, SETTLE_S)
+
+    async def _exchange(
+        self, token: str, subject: str, data: bytes, reply: str, headers: dict[str, str] | None, timeout_s: float
+    ) -> Msg:
+        """Publish, and wait for what arrives at the inbox under ``token``."""
         if not self._up.is_set():
             raise Unavailable(f"not connected to NATS at {self.where}")
         loop = asyncio.get_running_loop()
-        token = str(next(self._counter))
         future: asyncio.Future[Msg] = loop.create_future()
         self._replies[token] = future
         # A timer on the future, not a cancellation: nats-py swallows a cancellation that hits it while it flushes.
         timer = loop.call_later(timeout_s, _expire, future, subject, timeout_s)
         try:
-            await self.publish(subject, data, self._inbox + token, headers)
+            await self.publish(subject, data, reply, headers)
             return await future
         finally:
             timer.cancel()
@@ -221,13 +235,12 @@ class Connection:
                 pending_msgs_limit=SLOW_CONSUMER_MESSAGES,
                 pending_bytes_limit=SLOW_CONSUMER_BYTES,
             )
-            if self._up.is_set():
-                # Once this returns, the broker knows: a message sent by anyone from now on is received.
-                await self._client.flush()
         except nats.errors.BadSubjectError as error:
             raise InvalidMessage(f"not a subject: {subject!r}") from error
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot subscribe at NATS {self.where}: {error}") from error
+        with contextlib.suppress(Unavailable):  # the broker is away: it will hear of the subscription first thing
+            await self._settled()
         return NatsSubscription(subscription.unsubscribe)
 
     async def _answered(self, message: Msg) -> None:

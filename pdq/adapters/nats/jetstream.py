@@ -144,11 +144,11 @@ async def ensure_stream(connection: Connection, config: dict[str, Any]) -> None:
         changes = {key: value for key, value in config.items() if existing.get(key) != value}
         if changes:
             before = {key: existing.get(key) for key in changes}
-            _log.warning("stream %s: changing %s to %s", name, before, changes)
             await ask(connection, f"STREAM.UPDATE.{name}", {**existing, **changes})
+            _log.warning("stream %s: changed from %s to %s", name, before, changes)
     except ApiRefused as error:
         fault = error.fault
-        if fault.code >= 500:
+        if fault.code == 503:
             raise Unavailable(f"JetStream cannot set up stream {name} now: {fault.description}") from error
         raise InvalidSettings(
             f"stream {name} cannot be given the configuration {config}: {fault.description}; "

@@ -185,8 +185,11 @@ class NatsQueue:
 
     async def _store(self, stream: str, subject: str, data: bytes, headers: dict[str, str]) -> None:
         reply = await self.connection.request(subject, data, timeout_s=PUBLISH_S, headers=headers or None)
+        if status(reply) == 503:  # no stream takes it: the broker came back without its data
+            await self.ensure_streams()
+            reply = await self.connection.request(subject, data, timeout_s=PUBLISH_S, headers=headers or None)
         if status(reply) == 503:
-            raise Unavailable(f"no stream takes {subject}: JetStream is starting, or ensure_streams() was not called")
+            raise Unavailable(f"no stream of NATS at {self.connection.where} takes {subject}")
         try:
             fault = _answers.decode(reply.data).error
         except msgspec.DecodeError as error:

@@ -1,0 +1,441 @@
+"""The ``JobQueue`` port: what every adapter does, and what only a real broker can show."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pdq.adapters import nats as nats_adapter
+from pdq.adapters.processes import Server, nats_server
+from pdq.core import names
+from pdq.core.errors import InvalidMessage, InvalidSettings, Overloaded, Unavailable
+from pdq.core.settings import NatsSettings, QueueSettings
+from pdq.ports import Delivery, JobQueue, Queue
+from tests.conformance.brokers import ACK_WAIT_S, MemoryPlace, NatsPlace, Place, eventually
+
+SETTINGS = QueueSettings(ack_wait_s=ACK_WAIT_S)
+FEW_DELIVERIES = QueueSettings(ack_wait_s=ACK_WAIT_S, max_deliver=3)
+PREFILL, DECODE = Queue.PREFILL, Queue.DECODE
+
+
+@pytest.fixture(params=["memory", "nats"])
+def server(request: pytest.FixtureRequest) -> Server | None:
+    return request.getfixturevalue("nats") if request.param == "nats" else None
+
+
+def place_at(server: Server | None, settings: QueueSettings) -> Place:
+    return NatsPlace(server.url, settings) if server else MemoryPlace(settings)
+
+
+@pytest.fixture
+async def place(server: Server | None) -> AsyncIterator[Place]:
+    place = place_at(server, SETTINGS)
+    yield place
+    await place.close()
+
+
+@pytest.fixture
+async def queue(place: Place) -> JobQueue:
+    return await place.queue()
+
+
+async def one(queue: JobQueue, model: str, wait_s: float = 5.0) -> Delivery:
+    (job,) = await queue.pull(PREFILL, model, limit=1, wait_s=wait_s)
+    return job
+
+
+async def nothing(queue: JobQueue, model: str, wait_s: float = 0.1) -> bool:
+    return not await queue.pull(PREFILL, model, limit=8, wait_s=wait_s)
+
+
+async def drain(queue: JobQueue, model: str, count: int, limit: int = 16) -> list[bytes]:
+    """Pull and acknowledge until ``count`` jobs have come."""
+    got: list[bytes] = []
+    while len(got) < count:
+        jobs: Sequence[Delivery] = await queue.pull(PREFILL, model, limit=limit, wait_s=10)
+        assert jobs, f"only {len(got)} of {count} came"
+        assert len(jobs) <= limit
+        for job in jobs:
+            got.append(job.data)
+            await job.ack()
+    return got
+
+
+async def test_a_published_job_is_delivered_once_and_is_gone_when_acknowledged(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b'{"n": 1}')
+    job = await one(queue, model)
+    assert job.data == b'{"n": 1}'
+    assert job.deliveries == 1
+    assert job.published_ms > 1_600_000_000_000
+    await job.ack()
+    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
+
+
+async def test_jobs_come_in_the_order_of_publishing_and_never_more_than_asked_for(queue: JobQueue, model: str) -> None:
+    expected = [b"%d" % n for n in range(50)]
+    for data in expected:
+        await queue.publish(PREFILL, model, data)
+    assert await drain(queue, model, 50, limit=7) == expected
+
+
+async def test_a_waiting_pull_gets_a_job_that_is_published_later(queue: JobQueue, model: str) -> None:
+    pull = asyncio.create_task(one(queue, model))
+    assert await nothing(queue, model)
+    await queue.publish(PREFILL, model, b"later")
+    assert (await pull).data == b"later"
+
+
+async def test_two_pulls_of_one_process_that_wait_each_get_a_job(queue: JobQueue, model: str) -> None:
+    pulls = [asyncio.create_task(one(queue, model)) for _ in range(2)]
+    assert await nothing(queue, model)
+    for data in (b"1", b"2"):
+        await queue.publish(PREFILL, model, data)
+    assert {job.data for job in await asyncio.gather(*pulls)} == {b"1", b"2"}
+
+
+async def test_a_pull_for_no_jobs_gets_none(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"x")
+    assert not await queue.pull(PREFILL, model, limit=0, wait_s=1)
+    assert await queue.pull(PREFILL, model, limit=1, wait_s=0)
+
+
+async def test_queues_and_models_do_not_mix(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"prefill")
+    await queue.publish(DECODE, model, b"decode")
+    await queue.publish(PREFILL, model + ".x", b"other")
+    assert await drain(queue, model, 1) == [b"prefill"]
+    assert await nothing(queue, model)
+    (job,) = await queue.pull(DECODE, model, limit=8, wait_s=5)
+    assert job.data == b"decode"
+    assert await drain(queue, model + ".x", 1) == [b"other"]
+
+
+async def test_an_interactive_job_overtakes_batch_jobs(queue: JobQueue, model: str) -> None:
+    for n in range(20):
+        await queue.publish(PREFILL, model, b"batch %d" % n, priority="batch")
+    await queue.publish(PREFILL, model, b"now")
+    assert (await one(queue, model)).data == b"now"
+    assert (await one(queue, model)).data == b"batch 0"
+    await queue.publish(PREFILL, model, b"now, too")
+    assert b"now, too" in {(await one(queue, model)).data, (await one(queue, model)).data}
+
+
+async def test_an_unacknowledged_job_is_delivered_again_as_the_same_one(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"x")
+    first = await one(queue, model)
+    again = await one(queue, model)
+    assert (again.data, again.sequence, again.published_ms) == (first.data, first.sequence, first.published_ms)
+    assert again.deliveries == 2
+    await again.ack()
+    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
+
+
+async def test_a_job_in_progress_is_not_delivered_again_until_its_holder_falls_silent(
+    queue: JobQueue, model: str
+) -> None:
+    await queue.publish(PREFILL, model, b"x")
+    job = await one(queue, model)
+    for _ in range(9):
+        await job.in_progress()
+        assert await nothing(queue, model, ACK_WAIT_S / 3)
+    assert (await one(queue, model)).deliveries == 2
+
+
+async def test_a_job_to_be_retried_comes_back_at_once_or_after_its_delay(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"x")
+    await (await one(queue, model)).retry(0)
+    job = await one(queue, model, wait_s=ACK_WAIT_S / 2)
+    assert job.deliveries == 2
+    await job.retry(1.5)
+    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
+    assert (await one(queue, model)).deliveries == 3
+
+
+async def test_a_repeated_message_id_stores_nothing(queue: JobQueue, model: str) -> None:
+    for data in (b"first", b"second"):
+        await queue.publish(PREFILL, model, data, message_id=f"id of {model}")
+    assert await drain(queue, model, 1) == [b"first"]
+    assert await nothing(queue, model)
+
+
+async def test_a_job_that_waits_longer_than_its_ttl_is_gone(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"stays")
+    await queue.publish(PREFILL, model, b"goes", ttl_s=0.5)
+    assert await queue.depth(PREFILL, model) == (2, 0)
+
+    async def expired() -> bool:
+        return await queue.depth(PREFILL, model) == (1, 0)
+
+    await eventually(expired)
+    assert await drain(queue, model, 1) == [b"stays"]
+    assert await nothing(queue, model)
+
+
+async def test_a_rejected_job_lies_in_the_dead_letters_with_its_reason(
+    place: Place, queue: JobQueue, model: str
+) -> None:
+    body = b'\xff\x00 not JSON {"'
+    await queue.publish(PREFILL, model, body)
+    job = await one(queue, model)
+    await job.reject("invalid_message", "not a valid PrefillJob:\nblah ü")
+    (dead,) = await place.dead(PREFILL, model)
+    assert dead.code == "invalid_message"
+    assert dead.detail.split() == ["not", "a", "valid", "PrefillJob:", "blah", "ü"]
+    assert dead.data == body
+    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
+    assert await queue.depth(PREFILL, model) == (0, 0)
+
+
+async def test_depth_tells_waiting_jobs_from_those_in_hands(queue: JobQueue, model: str) -> None:
+    assert await queue.depth(PREFILL, model) == (0, 0)
+    for n in range(5):
+        await queue.publish(PREFILL, model, b"x", priority="batch" if n % 2 else "interactive")
+    assert await queue.depth(PREFILL, model) == (5, 0)
+    jobs = await queue.pull(PREFILL, model, limit=2, wait_s=5)
+    assert await queue.depth(PREFILL, model) == (3, 2)
+    for job in jobs:
+        await job.ack()
+    await drain(queue, model, 3)
+
+    async def empty() -> bool:
+        return await queue.depth(PREFILL, model) == (0, 0)
+
+    await eventually(empty)
+
+
+async def test_several_processes_share_a_queue_and_each_job_goes_to_one(place: Place, model: str) -> None:
+    queues = [await place.queue() for _ in range(3)]
+    taken: list[bytes] = []
+    complete = asyncio.Event()
+
+    async def work(queue: JobQueue) -> None:
+        while not complete.is_set():
+            for job in await queue.pull(PREFILL, model, limit=4, wait_s=0.2):
+                taken.append(job.data)
+                await job.ack()
+            if len(taken) >= 200:
+                complete.set()
+
+    workers = [asyncio.create_task(work(queue)) for queue in queues]
+    expected = {b"%d" % n for n in range(200)}
+    await asyncio.gather(*(queues[0].publish(PREFILL, model, data) for data in expected))
+    await asyncio.wait_for(complete.wait(), 20)
+    await asyncio.gather(*workers)
+    assert len(taken) == 200
+    assert set(taken) == expected
+
+
+async def test_a_job_for_a_cancelled_pull_is_not_held_back(place: Place, model: str) -> None:
+    gone, here = await place.queue(), await place.queue()
+    for number in range(3):
+        pull = asyncio.create_task(gone.pull(PREFILL, model, limit=8, wait_s=30))
+        assert await nothing(here, model)
+        pull.cancel()
+        await asyncio.wait([pull])
+        await here.publish(PREFILL, model, b"%d" % number)
+        assert await drain(here, model, 1) == [b"%d" % number]
+
+
+async def test_pulls_cancelled_at_any_moment_lose_nothing(place: Place, model: str) -> None:
+    nervous, calm = await place.queue(), await place.queue()
+    expected = {b"%d" % n for n in range(60)}
+    got: set[bytes] = set()
+    for turns, data in enumerate(sorted(expected)):
+        publish = asyncio.create_task(calm.publish(PREFILL, model, data))
+        pull = asyncio.create_task(nervous.pull(PREFILL, model, limit=2, wait_s=5))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        pull.cancel()
+        await asyncio.wait([pull, publish])
+        if not pull.cancelled():
+            for job in pull.result():
+                got.add(job.data)
+                await job.ack()
+    got |= set(await drain(calm, model, len(expected - got)))
+    assert got == expected
+
+
+async def test_a_job_that_nobody_ever_acknowledges_is_buried_and_announced(server: Server | None, model: str) -> None:
+    place = place_at(server, FEW_DELIVERIES)
+    queue, watcher = await place.queue(), await place.queue()
+    announced: asyncio.Queue[tuple[Queue, bytes]] = asyncio.Queue()
+
+    async def on_exhausted(which: Queue, data: bytes) -> None:
+        announced.put_nowait((which, data))
+
+    watch = await watcher.watch_exhausted(on_exhausted)
+    await queue.publish(PREFILL, model, b"poison")
+    for deliveries in range(1, FEW_DELIVERIES.max_deliver + 1):
+        assert (await one(queue, model)).deliveries == deliveries
+
+    async def buried() -> bool:
+        assert await nothing(queue, model)
+        return not announced.empty()
+
+    await eventually(buried)
+    assert announced.get_nowait() == (PREFILL, b"poison")
+    (dead,) = await place.dead(PREFILL, model)
+    assert (dead.code, dead.data) == ("max_deliveries", b"poison")
+    assert await queue.depth(PREFILL, model) == (0, 0)
+    await watch.close()
+    await place.close()
+
+
+async def test_a_job_over_the_size_limit_is_refused_and_does_no_harm(queue: JobQueue, model: str) -> None:
+    with pytest.raises(InvalidMessage, match="limit"):
+        await queue.publish(PREFILL, model, b"x" * (8 * 1024 * 1024 + 1))
+    with pytest.raises(InvalidMessage, match="limit"):
+        await queue.publish(PREFILL, model, b"x" * (8 * 1024 * 1024), message_id="big")
+    await queue.publish(PREFILL, model, b"x" * (7 * 1024 * 1024))
+    assert len((await drain(queue, model, 1))[0]) == 7 * 1024 * 1024
+
+
+async def test_many_publishes_at_once_are_all_stored(queue: JobQueue, model: str) -> None:
+    expected = {b"%d" % n for n in range(2000)}
+    await asyncio.gather(*(queue.publish(PREFILL, model, data) for data in expected))
+    assert set(await drain(queue, model, 2000, limit=256)) == expected
+
+
+# --- Limits and a broker of one's own ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def own_server(tmp_path: Path) -> AsyncIterator[Server]:
+    server = await nats_server(tmp_path / "nats").start()
+    yield server
+    await server.stop()
+
+
+@pytest.mark.parametrize("kind", ["memory", "nats"])
+async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(
+    kind: str, own_server: Server, model: str
+) -> None:
+    settings = QueueSettings(max_messages=3)
+    place = place_at(own_server if kind == "nats" else None, settings)
+    queue = await place.queue()
+    for _ in range(3):
+        await queue.publish(PREFILL, model, b"x")
+    with pytest.raises(Overloaded, match="maximum messages"):
+        await queue.publish(PREFILL, model, b"x")
+    await queue.publish(DECODE, model, b"another queue has room")
+    await drain(queue, model, 1, limit=1)
+
+    async def takes_again() -> bool:
+        try:
+            await queue.publish(PREFILL, model, b"x")
+        except Overloaded:
+            return False
+        return True
+
+    await eventually(takes_again)
+    await place.close()
+
+
+async def test_jobs_survive_a_restart_of_the_broker_and_everything_works_again(own_server: Server, model: str) -> None:
+    place = NatsPlace(own_server.url, SETTINGS)
+    queue = await place.queue()
+    for data in (b"in hand", b"waiting"):
+        await queue.publish(PREFILL, model, data)
+    in_hand = await one(queue, model)
+    waiting_pull = asyncio.create_task(queue.pull(DECODE, model, limit=4, wait_s=30))
+    assert await nothing(queue, model + "2")
+
+    await own_server.stop()
+    with pytest.raises(Unavailable):
+        await queue.publish(PREFILL, model, b"nobody there")
+    with pytest.raises(Unavailable):
+        await queue.pull(PREFILL, model, limit=1, wait_s=0)
+    await in_hand.ack()  # goes out when the broker is back
+    pull = asyncio.create_task(drain(queue, model, 1))
+    await own_server.start()
+
+    assert await pull == [b"waiting"]
+    await queue.publish(DECODE, model, b"to a pull from before")
+    assert [job.data for job in await waiting_pull] == [b"to a pull from before"]
+    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
+    await queue.publish(PREFILL, model, b"after")
+    assert await drain(queue, model, 1) == [b"after"]
+    await place.close()
+
+
+async def test_a_broker_that_lost_everything_is_set_up_again(tmp_path: Path, model: str) -> None:
+    server = await nats_server(tmp_path / "first").start()
+    place = NatsPlace(server.url, SETTINGS)
+    queue = await place.queue()
+    assert await nothing(queue, model)
+    await server.stop()
+    empty = await nats_server(tmp_path / "second", port=server.port).start()
+
+    async def published() -> bool:
+        try:
+            await queue.publish(PREFILL, model, b"x", message_id="x")
+        except Unavailable:
+            return False
+        return True
+
+    await eventually(published)
+    assert await drain(queue, model, 1) == [b"x"]
+    await place.close()
+    await empty.stop()
+
+
+async def test_a_consumer_that_vanished_is_made_again(own_server: Server, model: str) -> None:
+    place = NatsPlace(own_server.url, SETTINGS)
+    queue = await place.queue()
+    connection = await place.connection()
+    waiting = asyncio.create_task(queue.pull(PREFILL, model, limit=1, wait_s=20))
+    assert await nothing(queue, model)
+    for priority in names.PRIORITIES:
+        consumer = names.consumer(model, priority)
+        await connection.request(f"$JS.API.CONSUMER.DELETE.{names.PREFILL_STREAM}.{consumer}", b"", timeout_s=5)
+    await queue.publish(PREFILL, model, b"x")
+    (job,) = await waiting
+    assert job.data == b"x"
+    await place.close()
+
+
+async def test_streams_follow_the_settings_whoever_comes_first(own_server: Server, model: str) -> None:
+    place = NatsPlace(own_server.url, QueueSettings(max_messages=1))
+    first = await place.queue()
+    connection = await place.connection()
+    wider = [nats_adapter.NatsQueue(connection, QueueSettings(max_messages=1000)) for _ in range(4)]
+    await asyncio.gather(*(queue.ensure_streams() for queue in wider))
+    for _ in range(3):
+        await first.publish(PREFILL, model, b"x")
+    await place.close()
+
+
+async def test_many_processes_may_set_up_an_empty_broker_at_once(own_server: Server) -> None:
+    place = NatsPlace(own_server.url, SETTINGS)
+    await asyncio.gather(*(place.queue() for _ in range(8)))
+    await place.close()
+
+
+async def test_a_stream_that_cannot_be_changed_is_reported(own_server: Server) -> None:
+    place = NatsPlace(own_server.url, SETTINGS)
+    connection = await place.connection()
+    foreign = b'{"name":"PDQ_PREFILL","subjects":["something.else"],"retention":"limits","storage":"memory"}'
+    await connection.request("$JS.API.STREAM.CREATE.PDQ_PREFILL", foreign, timeout_s=5)
+    with pytest.raises(InvalidSettings, match="PDQ_PREFILL"):
+        await place.queue()
+    with pytest.raises(InvalidSettings, match="replicas"):
+        await nats_adapter.NatsQueue(connection, QueueSettings(replicas=3)).ensure_streams()
+    await place.close()
+
+
+async def test_a_job_for_a_priority_that_nobody_serves_is_refused(own_server: Server, model: str) -> None:
+    place = NatsPlace(own_server.url, SETTINGS)
+    await place.queue()
+    reply = await (await place.connection()).request(names.prefill_subject(model, "urgent"), b"x", timeout_s=5)
+    assert reply.headers is not None
+    assert reply.headers["Status"] == "503"
+    await place.close()
+
+
+async def test_nobody_at_the_address_is_unavailable_and_says_where(tmp_path: Path) -> None:
+    absent = nats_server(tmp_path)
+    settings = NatsSettings(url=absent.url.replace("nats://", "nats://user:hunter2@"), connect_timeout_s=0.3)
+    with pytest.raises(Unavailable, match=f"127.0.0.1:{absent.port}") as caught:
+        await nats_adapter.connect(settings, name="test")
+    assert "hunter2" not in str(caught.value)
