@@ -6,6 +6,7 @@ as frames arrive. So a client that leaves is noticed at once, also while it wait
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -35,6 +36,8 @@ LARGE_BODY: Final = 20_000
 """Bytes; rendering and tokenizing more than this would hold the loop for more than a few milliseconds."""
 CLIENT_ID_LENGTH: Final = 256
 READY_TIMEOUT_S: Final = 2.0
+DISCARD_BYTES: Final = 64 * 1024 * 1024
+DISCARD_S: Final = 10.0
 
 _REQUEST_ID: Final = HEADER_REQUEST_ID.encode()
 _CLIENT_REQUEST_ID: Final = HEADER_CLIENT_REQUEST_ID.encode()
@@ -82,21 +85,39 @@ class Exchange:
             ClientGone: before it was complete.
         """
         announced = self.headers.get(b"content-length", b"")
+        too_large = refusal.BodyTooLarge(f"the body is longer than the {limit} bytes that this server takes at most")
         if announced.isdigit() and int(announced) > limit:
-            raise refusal.BodyTooLarge(f"the body has {int(announced)} bytes, and this server takes {limit} at most")
+            if b"expect" not in self.headers:
+                await self._discard()
+            raise too_large
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part = message.get("body", b"")
+            part, more = await self._read()
             size += len(part)
             if size > limit:
-                raise refusal.BodyTooLarge(f"the body is longer than the {limit} bytes that this server takes at most")
+                if more:
+                    await self._discard()
+                raise too_large
             parts.append(part)
-            if not message.get("more_body"):
+            if not more:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _read(self) -> tuple[bytes, bool]:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message.get("body", b""), bool(message.get("more_body"))
+
+    async def _discard(self) -> None:
+        """Read the rest of a body that is refused, within reason: most clients look for the answer only after they have
+        sent all, and closing a connection with unread bytes destroys the answer."""
+        left, more = DISCARD_BYTES, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and left > 0:
+                    part, more = await self._read()
+                    left -= len(part)
 
     async def over(self) -> None:
         """Until the answer is complete, or the client has gone."""

@@ -75,7 +75,7 @@ def refusal(error: errors.PdqError) -> Reply:
     if isinstance(error, errors.Refused):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if isinstance(error, BodyTooLarge):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
+        headers.append((b"connection", b"close"))  # part of the body may still be unread
     param = error.field if isinstance(error, errors.InvalidRequest) else None
     return Reply(status, error_body(status, error.code, str(error), param), headers)
 

@@ -183,7 +183,9 @@ class InFlight:
     def submitted(self, stream: Stream) -> None:
         """Record and job are out. If the stream was ended meanwhile, its end found no record yet: end it now."""
         if stream.ended:
-            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled("ended while it was accepted")))
+            self._keep(
+                self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled("ended while it was accepted"))
+            )
 
     def abort(self, why: str) -> None:
         """End every stream now, with an error that the client sees."""

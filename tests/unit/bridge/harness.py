@@ -194,10 +194,6 @@ async def speak(_: Rig, __: PrefillJob, sender: Sender) -> None:
     await sender.send(entries[-1])
 
 
-async def silence(_: Rig, __: PrefillJob, ___: Sender) -> None:
-    """The worker that takes a job and is never heard of again."""
-
-
 @contextlib.asynccontextmanager
 async def rig(
     script: Script = speak,

@@ -1,0 +1,359 @@
+"""What an accepted request can rely on: it is whole, it ends once, and it stops when nobody wants it."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import httpx
+import pytest
+from openai import APIError, InternalServerError
+
+from pdq.adapters.memory.ledger import MemoryLedger
+from pdq.core.handoff import Event, State
+from pdq.core.lease import RecordKey
+from pdq.core.messages import End, Failure, PrefillJob, Resend
+from pdq.ports import Changes, Record
+from tests.unit.bridge.harness import ANSWER, MESSAGES, MODEL, Rig, Sender, rig, settings, speak, until
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": MESSAGES}
+SHORT_SILENCE = settings(bridge={"silence_s": 0.05})
+
+
+def events(text: str) -> list[dict[str, object] | str]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+# --- Routes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "record_mode"), [("disaggregated", "disaggregated"), ("aggregated", "aggregated"), ("auto", "aggregated")]
+)
+async def test_the_mode_decides_queue_and_record(mode: str, record_mode: str) -> None:
+    async with rig(config=settings(handoff={"mode": mode})) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    record = await world.record(answer.headers["x-request-id"])
+    assert record.mode == record_mode
+    assert record.prompt_tokens == len(world.jobs[0].prompt_token_ids or ())
+    assert record.max_new_tokens == world.jobs[0].sampling.max_tokens
+    assert record.state is State.DONE
+
+
+async def test_long_prompts_are_split_over_the_pools_in_auto_mode() -> None:
+    async with rig(config=settings(handoff={"mode": "auto"})) as world, world.http() as client:
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 100})
+    assert (await world.record(answer.headers["x-request-id"])).mode == "disaggregated"
+
+
+# --- Cancellation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tokens", [0, 3])
+async def test_a_client_that_leaves_cancels_its_request_everywhere(stream: bool, tokens: int) -> None:
+    async def stall(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        if tokens:
+            await sender.send(sender.entry(0, "abc"))
+
+    async with rig(stall) as world:
+        async with world.http() as client:
+            asking = asyncio.create_task(client.post(CHAT, json={**BODY, "stream": stream}))
+            await until(lambda: bool(world.jobs))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: bool(world.cancelled()))
+        request_id = world.jobs[0].request_id
+        assert request_id is not None
+        record = await world.record(request_id)
+        assert record.state is State.CANCELLED
+        assert world.cancelled() == [request_id]
+        answer = await world.bus.ask_output(world.jobs[0].reply_to, request_id, 1)
+        assert answer is not None
+        assert not answer.wanted
+
+
+async def test_a_client_that_leaves_after_the_end_cancels_nothing() -> None:
+    async with rig() as world:
+        async with world.http() as client:
+            await client.post(CHAT, json=BODY)
+        async with world.http() as client:
+            assert "pdq_bridge_in_flight 0.0" in (await client.get("/metrics")).text
+    assert world.cancelled() == []
+
+
+async def test_frames_of_a_request_that_nobody_wants_are_dropped() -> None:
+    async def late(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        await until(lambda: bool(world.cancelled()))
+        for entry in sender.entries(ANSWER):
+            await sender.send(entry)
+
+    async with rig(late) as world:
+        async with world.http() as client:
+            asking = asyncio.create_task(client.post(CHAT, json=BODY))
+            await until(lambda: bool(world.jobs))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        async with world.http() as client:
+            await until(lambda: bool(world.cancelled()))
+            assert (await client.get("/metrics")).status_code == 200
+
+
+# --- Ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "status"),
+    [
+        ("failed", "engine_failed", 500),
+        ("failed", "stream_lost", 502),
+        ("failed", "attempts_exhausted", 502),
+        ("failed", "context_length_exceeded", 400),
+        ("failed", "no_such_code", 500),
+        ("expired", "deadline_exceeded", 504),
+        ("cancelled", "cancelled", 503),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_failure_before_the_first_token_has_its_own_status(
+    state: str, code: str, status: int, stream: bool
+) -> None:
+    async def fail(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        end = End(state, error=Failure(code, "it did not work"))  # type: ignore[arg-type]
+        await sender.send(sender.entry(0, end=end))
+
+    async with rig(fail) as world, world.http() as client:
+        answer = await client.post(CHAT, json={**BODY, "stream": stream})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert answer.json()["error"]["message"] == "it did not work"
+
+
+async def break_off(_: Rig, __: PrefillJob, sender: Sender) -> None:
+    await sender.send(sender.entry(0, "abc"))
+    end = End("failed", error=Failure("stream_lost", "its worker died"))
+    await sender.send(sender.entry(3, end=end))
+
+
+async def test_a_failure_after_the_first_token_is_an_error_event_that_clients_raise() -> None:
+    async with rig(break_off) as world:
+        stream = await world.openai().chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        seen = ""
+        with pytest.raises(APIError, match="its worker died"):  # noqa: PT012
+            async for chunk in stream:
+                seen += chunk.choices[0].delta.content or ""
+        assert seen == "abc"
+        async with world.http() as client:
+            told = events((await client.post(CHAT, json={**BODY, "stream": True})).text)
+    assert told[-1] == "[DONE]"
+    assert "error" in told[-2]
+    assert sum("error" in event for event in told) == 1
+
+
+async def test_a_failure_of_a_request_that_is_not_streamed_has_a_status_also_after_tokens() -> None:
+    async with rig(break_off) as world:
+        with pytest.raises(InternalServerError) as caught:
+            await world.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert caught.value.status_code == 502
+
+
+async def test_held_back_text_at_the_end_belongs_to_the_answer() -> None:
+    async def tail(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "abc"))
+        await sender.send(sender.entry(3, end=sender.done(3, finish_reason="length", tail="def")))
+
+    async with rig(tail) as world, world.http() as client:
+        whole = (await client.post(CHAT, json=BODY)).json()
+        told = events((await client.post(CHAT, json={**BODY, "stream": True})).text)
+    assert whole["choices"][0]["message"]["content"] == "abcdef"
+    chunks = [event["choices"][0] for event in told if isinstance(event, dict)]  # type: ignore[index]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == "abcdef"
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
+
+
+async def test_an_answer_of_one_frame_is_one_whole_stream() -> None:
+    async def at_once(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "abc", end=sender.done(3)))
+
+    async with rig(at_once) as world, world.http() as client:
+        told = events((await client.post(CHAT, json={**BODY, "stream": True})).text)
+    assert len(told) == 4
+    assert told[-1] == "[DONE]"
+
+
+# --- Loss -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_gap_is_asked_for_again_and_the_text_is_whole() -> None:
+    async def lossy(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "ab"))
+        await sender.send(sender.entry(4, "ef", end=sender.done(6)))
+        await until(lambda: bool(world.resends()))
+        assert world.resends()[0] == Resend(sender.key.request_id, 2, sender.job.reply_to)
+        await sender.send(sender.entry(2, "cd"))
+
+    async with rig(lossy) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.json()["choices"][0]["message"]["content"] == "abcdef"
+
+
+async def test_repeated_and_reordered_entries_are_delivered_once_in_order() -> None:
+    async def disorderly(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        for seq, text in ((0, "ab"), (0, "ab"), (3, "d"), (1, "bcd"), (2, "cd")):
+            await sender.send(sender.entry(seq, text))
+        await sender.send(sender.entry(4, end=sender.done(4)))
+        await sender.send(sender.entry(4, end=sender.done(4)))
+
+    async with rig(disorderly) as world, world.http() as client:
+        told = await client.post(CHAT, json={**BODY, "stream": True})
+    chunks = [event for event in events(told.text) if isinstance(event, dict)]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)  # type: ignore[index]
+    assert text == "abcd"
+
+
+async def test_a_resumed_worker_learns_which_tokens_the_client_has() -> None:
+    async def resume(world: Rig, job: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "abc"))
+        answer = await world.bus.ask_output(job.reply_to, sender.key.request_id, 5)
+        assert answer is not None
+        assert answer.wanted
+        assert answer.tokens == tuple(b"abc")
+        await sender.send(sender.entry(len(answer.tokens), "def", end=sender.done(6)))
+
+    async with rig(resume) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.json()["choices"][0]["message"]["content"] == "abcdef"
+
+
+# --- Silence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "status"), [(Event.FAIL, "attempts_exhausted", 502), (Event.CANCEL, "cancelled", 503)]
+)
+async def test_a_silent_stream_ends_as_its_record_says(event: Event, code: str, status: int) -> None:
+    async def end_in_silence(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        await world.ledger.apply(sender.key, event, changes=Changes(ended_code=code, ended_message="ended elsewhere"))
+
+    async with rig(end_in_silence, config=SHORT_SILENCE) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert answer.json()["error"]["message"] == "ended elsewhere"
+
+
+class CountingLedger(MemoryLedger):
+    comparisons = 0
+
+    async def read_many(self, keys: Sequence[RecordKey]) -> Sequence[Record | None]:
+        self.comparisons += 1
+        return await super().read_many(keys)
+
+
+async def test_a_silent_stream_whose_request_runs_is_left_alone() -> None:
+    ledger = CountingLedger(SHORT_SILENCE.lease)
+
+    async def slow(world: Rig, job: PrefillJob, sender: Sender) -> None:
+        await until(lambda: ledger.comparisons > 2)
+        await speak(world, job, sender)
+
+    async with rig(slow, config=SHORT_SILENCE, ledger=ledger) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+
+
+async def test_lost_last_frames_of_a_request_that_is_done_are_asked_for_first() -> None:
+    async def lose_the_end(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        await sender.begin()
+        await sender.send(sender.entry(0, "abc"))
+        await sender.finish("stop", 6)
+        await until(lambda: bool(world.resends()))
+        await sender.send(sender.entry(world.resends()[0].seq, "def", end=sender.done(6)))
+
+    async with rig(lose_the_end, config=SHORT_SILENCE) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.json()["choices"][0]["message"]["content"] == "abcdef"
+
+
+@pytest.mark.parametrize(("emitted", "status"), [(3, 200), (6, 502)])
+async def test_an_end_that_nobody_can_send_again_comes_from_the_record(emitted: int, status: int) -> None:
+    async def die(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        await sender.begin()
+        await sender.send(sender.entry(0, "abc"))
+        await sender.finish("length", emitted)
+
+    async with rig(die, config=SHORT_SILENCE) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        assert answer.json()["usage"]["completion_tokens"] == 3
+    else:
+        assert answer.json()["error"]["code"] == "stream_lost"
+
+
+async def test_a_stream_whose_record_has_vanished_ends() -> None:
+    async def vanish(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        world.ledger._records.clear()
+
+    async with rig(vanish, config=SHORT_SILENCE) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answer.status_code == 502
+
+
+# --- Shutdown ---------------------------------------------------------------------------------------------------------
+
+
+async def test_draining_lets_streams_finish_and_takes_no_new_connection() -> None:
+    async def wait_for_drain(world: Rig, job: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "a"))
+        await world.lifecycle.draining.wait()
+        await sender.send(sender.entry(1, "b", end=sender.done(2)))
+
+    async with rig(wait_for_drain) as world, world.http() as client:
+        asking = asyncio.create_task(client.post(CHAT, json=BODY))
+        await until(lambda: bool(world.jobs))
+        world.lifecycle.drain()
+        assert (await asking).json()["choices"][0]["message"]["content"] == "ab"
+        assert world.serving is not None
+        await world.serving
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health/live")
+    assert world.cancelled() == []
+
+
+async def test_the_last_stage_ends_streams_with_an_error_and_cancels_them() -> None:
+    async def stall(_: Rig, __: PrefillJob, sender: Sender) -> None:
+        await sender.send(sender.entry(0, "abc"))
+
+    async with rig(stall) as world, world.http() as client:
+        asking = asyncio.create_task(client.post(CHAT, json={**BODY, "stream": True}))
+        await until(lambda: bool(world.jobs))
+        world.lifecycle.stop()
+        told = events((await asking).text)
+        assert world.serving is not None
+        await world.serving
+    assert told[-1] == "[DONE]"
+    assert "shutting down" in str(told[-2])
+    request_id = world.jobs[0].request_id
+    assert request_id is not None
+    assert (await world.record(request_id)).state is State.CANCELLED
+    assert world.cancelled() == [request_id]
+
+
+# --- Metrics ----------------------------------------------------------------------------------------------------------
+
+
+async def test_metrics_count_requests_tokens_and_refusals() -> None:
+    async with rig() as world, world.http() as client:
+        await client.post(CHAT, json=BODY)
+        await client.post(CHAT, json={**BODY, "model": "none"})
+        text = (await client.get("/metrics")).text
+    tokens = float(len(ANSWER.encode()) + 1)
+    assert f'pdq_bridge_requests_total{{mode="disaggregated",model="{MODEL}",outcome="done"}} 1.0' in text
+    assert f'pdq_bridge_output_tokens_total{{model="{MODEL}"}} {tokens}' in text
+    assert 'pdq_bridge_refusals_total{code="model_not_found"} 1.0' in text
+    assert f'pdq_bridge_time_to_first_token_seconds_count{{model="{MODEL}"}} 1.0' in text
+    assert f"pdq_bridge_frames_total {tokens}" in text
+    assert "pdq_bridge_in_flight 0.0" in text
