@@ -7,6 +7,7 @@ messages queue up behind a task of their own, and no other stream notices.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -28,7 +29,7 @@ class Channel:
     def __init__(self, send: Send, headers: refusal.Headers) -> None:
         self._send = send
         self._headers = headers
-        self._backlog: list[Message] = []
+        self._backlog: deque[Message] = deque()
         self._drain: asyncio.Task[None] | None = None
         self.started = False
 
@@ -54,9 +55,19 @@ class Channel:
     async def _send_backlog(self) -> None:
         try:
             while self._backlog:
-                await self._send(self._backlog.pop(0))
+                await self._send(self._next())
         finally:
             self._drain = None
+
+    def _next(self) -> Message:
+        """The first message that waits; bodies as one."""
+        message = self._backlog.popleft()
+        if message["type"] == "http.response.body" and self._backlog:
+            bodies = [message, *self._backlog]
+            self._backlog.clear()
+            body = b"".join([part["body"] for part in bodies])
+            message = {**message, "body": body, "more_body": bodies[-1]["more_body"]}
+        return message
 
 
 def _done_without_waiting(sending: Awaitable[None]) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,6 +202,7 @@ async def rig(
     workers: tuple[Pool, ...] = (Pool.PREFILL, Pool.DECODE),
     aggregated: bool = False,
     config: Settings | None = None,
+    send_buffer: int | None = None,
     **parts: Any,
 ) -> AsyncIterator[Rig]:
     config = config or settings()
@@ -216,6 +218,8 @@ async def rig(
     await world.bus.on_control(names.CANCEL_SUBJECT, world.controls.append)
     await world.bus.on_control(names.worker_subject(WORKER), world.controls.append)
     listener = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     world.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     bridge_parts = Parts(
         queue=world.queue,
