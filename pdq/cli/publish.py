@@ -177,7 +177,8 @@ def publish(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-    sampling = msgspec.convert({name: value for name, value in asked.items() if value is not None}, Sampling)
+    given = {name: value for name, value in asked.items() if value is not None}
+    sampling = decode(msgspec.json.encode(given), Sampling)
 
     def show(entry: TokenEntry) -> None:
         if as_json:
