@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -121,52 +122,24 @@ class TorchEngine:
     async def step(self) -> Step:
         while True:
             await self._arrived.wait()
-            await self.compute.turn(Kind.STEP)
-            if self._joined:
+            job = _StepJob(self)
+            self.compute.enqueue(Kind.STEP, job)
+            if await job.finished:
                 break
-            self.compute.skip()
-        seats = list(self._joined)
-        for seat in seats:
-            seat.busy = True
-        started = time.perf_counter()
-        ready = [seat for seat in seats if seat.has_room]
-        failed = [
-            (seat, EngineFailed("the sequence has used up the output tokens that were reserved for it"))
-            for seat in seats
-            if not seat.has_room
-        ]
-        parts = [seat.next_part() for seat in ready]
-
-        def after() -> None:
-            for seat in seats:
-                seat.settle()
-
-        try:
-            results = await self.compute.run(lambda: self.forward(parts) if parts else [], after)
-        except Exception as error:
-            failure = EngineFailed(f"a decode step over {len(parts)} sequences failed: {_told(error)}")
-            failure.__cause__ = error
-            results = [None] * len(ready)
-            failed += [(seat, failure) for seat in ready]
-        else:
-            failed += [
-                (seat, EngineFailed(f"the logits after token {len(seat.tokens)} are not finite"))
-                for seat, result in zip(ready, results, strict=True)
-                if result is None
-            ]
-        drawn = [(seat, result) for seat, result in zip(ready, results, strict=True) if result and not seat.left]
+        drawn = [(seat, result) for seat, result in job.drawn if not seat.left]
         for seat, result in drawn:
             seat.append(result.token)
-        for seat, _ in failed:
+        for seat, _ in job.failed:
             self.take_from_batch(seat)
         self._steps += 1
         self._tokens += len(drawn)
-        self._peak_batch = max(self._peak_batch, len(parts))
-        return Step(
-            drawn=drawn,
-            seconds=time.perf_counter() - started,
-            failed=[(seat, error) for seat, error in failed if not seat.left],
-        )
+        self._peak_batch = max(self._peak_batch, len(job.seats))
+        failed = [(seat, error) for seat, error in job.failed if not seat.left]
+        return Step(drawn=drawn, seconds=job.seconds, failed=failed)
+
+    @property
+    def batch(self) -> Sequence["TorchSeat"]:
+        return self._joined
 
     def put_in_batch(self, seat: "TorchSeat") -> None:
         self._joined.append(seat)
@@ -208,35 +181,111 @@ class TorchEngine:
         return allocator.allocate(layout.blocks_for(tokens))
 
 
+class _StepJob:
+    """One decode step: all seats that are in the batch when its turn comes."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """False: there was nobody left in the batch."""
+        self.seats: list[TorchSeat] = []
+        self.drawn: list[tuple[TorchSeat, Drawn]] = []
+        self.failed: list[tuple[TorchSeat, EngineFailed]] = []
+        self.seconds = 0.0
+        self._engine = engine
+
+    def begin(self) -> Callable[[], list[Drawn | None]] | None:
+        if self.finished.done():  # the caller was cancelled
+            return None
+        for seat in self._engine.batch:
+            if seat.has_room:
+                self.seats.append(seat)
+            else:
+                self.failed.append((seat, EngineFailed("all output tokens that were reserved for it are used up")))
+        if not self.seats:
+            self.finished.set_result(bool(self.failed))
+            return None
+        for seat in self.seats:
+            seat.busy = True
+        parts = [seat.next_part() for seat in self.seats]
+
+        def work() -> list[Drawn | None]:
+            started = time.perf_counter()
+            results = self._engine.forward(parts)
+            self.seconds = time.perf_counter() - started
+            return results
+
+        return work
+
+    def end(self, outcome: Future[list[Drawn | None]]) -> bool:
+        if error := outcome.exception():
+            failure = EngineFailed(f"a decode step over {len(self.seats)} sequences failed: {_told(error)}")
+            failure.__cause__ = error
+            self.failed += [(seat, failure) for seat in self.seats]
+        else:
+            for seat, result in zip(self.seats, outcome.result(), strict=True):
+                if result is None:
+                    problem = f"the logits after token {len(seat.tokens)} are not finite"
+                    self.failed.append((seat, EngineFailed(problem)))
+                else:
+                    self.drawn.append((seat, result))
+        for seat in self.seats:
+            seat.settle()
+        if not self.finished.done():
+            self.finished.set_result(True)
+        return False
+
+
 class TorchRun:
-    """One prompt being computed, or computed and held (``PrefillRun``)."""
+    """One prompt being computed, or computed and held (``PrefillRun``).
+
+    Once ``chunks`` is iterated, the run computes ahead of whoever iterates: offering a chunk overlaps computing the next.
+    """
 
     def __init__(self, engine: TorchEngine, work: PromptWork, blocks: list[int], order: int) -> None:
         self.blocks = blocks
-        self.finished = False
+        self.computing = False
         self._engine, self._work, self._order = engine, work, order
+        self._layout = engine.model.layout
         self._rows = block_rows(engine.pool, blocks)
-        self._computing = False
-        self._released = False
+        self._chunks: list[list[memoryview]] = []
         self._first: Drawn | None = None
+        self._error: EngineFailed | None = None
+        self._progress = asyncio.Event()
+        self._stopped = False
+        self._released = False
 
     @property
     def plan(self) -> ChunkPlan:
-        return ChunkPlan(tuple(self._engine.model.layout.chunk_lengths(len(self._work.tokens))))
+        return ChunkPlan(tuple(self._layout.chunk_lengths(len(self._work.tokens))))
 
     @property
     def first(self) -> Drawn | None:
         return self._first
 
+    @property
+    def finished(self) -> bool:
+        return self._first is not None
+
     async def chunks(self) -> AsyncGenerator[tuple[int, Sequence[Buffer]], None]:
-        layout = self._engine.model.layout
-        for index in range(layout.chunks_for(len(self._work.tokens))):
-            yield index, await self._chunk(index)
+        self._engine.compute.enqueue(Kind.CHUNK, self, self._order)
+        try:
+            for index in range(self._layout.chunks_for(len(self._work.tokens))):
+                while len(self._chunks) <= index:
+                    if self._error is not None:
+                        raise self._error
+                    self._progress.clear()
+                    await self._progress.wait()
+                yield index, self._chunks[index]
+        finally:
+            self._stopped = True
 
     def release(self) -> None:
+        self._stopped = True
         self._released = True
         self._engine.runs.discard(self)
-        if not self._computing:
+        if not self.finished:
+            self._fail(EngineFailed("the run was released before its prompt was computed"))
+        if not self.computing:
             blocks, self.blocks = self.blocks, []
             self._engine.pool.allocator.release(blocks)
 
@@ -246,43 +295,51 @@ class TorchRun:
         self.release()
         return blocks
 
-    async def _chunk(self, index: int) -> list[memoryview]:
-        engine, tokens = self._engine, self._work.tokens
-        await engine.compute.turn(Kind.CHUNK, self._order)
-        if self._released:
-            engine.compute.skip()
-            raise EngineFailed("the run was released: its blocks are gone")
-        begin = index * engine.model.layout.chunk_tokens
-        piece = tokens[begin : begin + engine.model.layout.chunk_tokens]
-        last = begin + len(piece) == len(tokens)
-        sampling = sampling_state(engine, self._work) if last else None
-        part = Part(piece, Span(begin, len(piece), self._rows), sampling)
-        blocks = [self.blocks[i] for i in engine.model.layout.chunk_blocks(index, len(tokens))]
+    # --- For the compute thread's line --------------------------------------------------------------------------------
 
-        def compute() -> tuple[list[Drawn | None], list[memoryview]]:
+    def begin(self) -> Callable[[], tuple[list[Drawn | None], list[memoryview]]] | None:
+        if self._stopped:
+            self._fail(EngineFailed("the run was stopped: admit the prompt again"))
+            return None
+        engine, tokens, index = self._engine, self._work.tokens, len(self._chunks)
+        at = index * self._layout.chunk_tokens
+        piece = tokens[at : at + self._layout.chunk_tokens]
+        last = at + len(piece) == len(tokens)
+        part = Part(piece, Span(at, len(piece), self._rows), sampling_state(engine, self._work) if last else None)
+        blocks = [self.blocks[i] for i in self._layout.chunk_blocks(index, len(tokens))]
+        self.computing = True
+
+        def work() -> tuple[list[Drawn | None], list[memoryview]]:
             drawn = engine.forward([part])
-            used = len(tokens) % engine.model.layout.block_size
+            used = len(tokens) % self._layout.block_size
             if last and used:
                 engine.pool.zero_tail(blocks[-1], used)
             return drawn, engine.pool.export(blocks)
 
-        def after() -> None:
-            self._computing = False
-            if self._released:
-                self.release()
+        return work
 
-        self._computing = True
-        try:
-            drawn, parts = await engine.compute.run(compute, after)
-        except Exception as error:
-            raise EngineFailed(f"prefill failed at token {begin}: {_told(error)}") from error
-        engine.count_prefilled(len(piece))
-        if last:
-            self._first = drawn[0]
-            if self._first is None:
-                raise EngineFailed("the prompt's last logits are not finite")
-            self.finished = True
-        return parts
+    def end(self, outcome: Future[tuple[list[Drawn | None], list[memoryview]]]) -> bool:
+        self.computing = False
+        at = len(self._chunks) * self._layout.chunk_tokens
+        if error := outcome.exception():
+            self._fail(EngineFailed(f"prefill failed in the chunk at token {at}: {_told(error)}"), error)
+        else:
+            drawn, parts = outcome.result()
+            if drawn == [None]:
+                self._fail(EngineFailed("the logits after the prompt are not finite"))
+            else:
+                self._first = drawn[0] if drawn else None
+                self._engine.count_prefilled(min(self._layout.chunk_tokens, len(self._work.tokens) - at))
+                self._chunks.append(parts)
+                self._progress.set()
+        if self._released:
+            self.release()
+        return not (self._stopped or self.finished or self._error)
+
+    def _fail(self, error: EngineFailed, cause: BaseException | None = None) -> None:
+        self._error = error
+        self._error.__cause__ = cause
+        self._progress.set()
 
 
 class TorchSeat:
@@ -373,5 +430,5 @@ def _use_configured_threads() -> None:
         torch.set_num_threads(int(configured))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

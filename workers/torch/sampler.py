@@ -100,7 +100,7 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     # The first token whose cumulated weight exceeds the target: one of weight 0 never does so first.
     found = torch.searchsorted(cdf, target, right=True)
     # A product rounded up to the total itself exceeds nothing: then the last token with weight is meant.
-    last = torch.searchsorted(cdf, cdf[:, -1:])
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
     tokens: list[int] = torch.minimum(found, last)[:, 0].tolist()
     return tokens
 
