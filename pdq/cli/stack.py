@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -24,7 +25,7 @@ import msgspec
 
 from pdq.adapters.processes import Child, Server, nats_server, valkey_server
 from pdq.cli.find import ENV_FILE
-from pdq.cli.models import Engine, Model
+from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import worker_command
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Unavailable
@@ -82,6 +83,7 @@ class Stack:
         self._servers: list[Server] = []
         self._parts: list[Part] = []
         self._environ = dict(os.environ)
+        self._model = plan.model
         self._stopping = False
         self.url = f"http://{plan.host}:{plan.port}"
 
@@ -99,7 +101,10 @@ class Stack:
             Unavailable: a part could not be started.
         """
         with _locked(self._plan.state_dir):
+            _bindable(self._plan.host, self._plan.port)
             try:
+                self._progress(f"preparing model {self._plan.model.name}")
+                self._model = await asyncio.to_thread(prepare, self._plan.model)
                 await self._start_servers()
                 self._write_env()
                 self._start_parts()
@@ -151,8 +156,8 @@ class Stack:
         self._part("reaper", self._pdq("reaper"))
         for pool, count in ((Pool.PREFILL, plan.prefill), (Pool.DECODE, plan.decode)):
             for number in range(count):
-                self._part(f"{pool}-{number}", worker_command(pool, plan.model, plan.engine))
-        model = str(plan.model.directory) if plan.model.directory is not None else plan.model.name
+                self._part(f"{pool}-{number}", worker_command(pool, self._model, plan.engine))
+        model = str(self._model.directory or self._model.name)
         self._part(
             "bridge",
             [
@@ -224,6 +229,16 @@ def _locked(state_dir: Path) -> Iterator[None]:
                 f"another pdq is running in {state_dir}: stop it, or choose another --state-dir"
             ) from None
         yield
+
+
+def _bindable(host: str, port: int) -> None:
+    """Found out before minutes are spent on a model."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidSettings(f"port {port} on {host} cannot be used ({error}): choose another --port") from None
 
 
 def _missing(url: str) -> str | None:

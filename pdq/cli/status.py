@@ -51,7 +51,7 @@ def status(state_dir: StateDir = DEFAULT_STATE_DIR, as_json: AsJson = False) -> 
     """Show models, their workers in both pools, what waits in the queues, and live requests by state."""
     found = talk(state_dir, collect)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+        typer.echo(msgspec.json.format(msgspec.json.encode({"models": found})))
         return
     for model in found:
         console().print(*render(model), sep="\n")

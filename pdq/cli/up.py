@@ -66,12 +66,12 @@ def up(
 def make_plan(
     port: int, prefill: int, decode: int, model: str | None, engine: models.Engine, mode: Mode, state_dir: Path
 ) -> Plan:
-    """The plan for these options; the model is prepared if it has to be."""
+    """The plan for these options."""
     from pdq.adapters.processes import free_port
 
     return Plan(
         state_dir=state_dir.resolve(),
-        model=models.prepare(models.resolve(model, engine)),
+        model=models.resolve(model, engine),
         engine=engine,
         mode=mode,
         prefill=prefill,

@@ -1,0 +1,151 @@
+"""A running pdq for black-box tests: the real ``pdq up`` as a child process, and the CLI to look into it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+from openai import AsyncOpenAI
+
+from pdq.connect import Connected, connect
+from pdq.core.settings import load
+from pdq.ports import Record, WorkerInfo
+
+T = TypeVar("T")
+
+STARTUP_S = 60
+SHORT_LEASES = {
+    "PDQ_LEASE_TTL_MS": "1500",
+    "PDQ_LEASE_REAPER_PERIOD_MS": "200",
+    "PDQ_QUEUE_ACK_WAIT_S": "1.5",
+    "PDQ_TRANSPORT_FETCH_TIMEOUT_S": "10",
+}
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
+    """The first true result of ``condition``; fails with ``what`` after ``timeout_s``."""
+    give_up = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < give_up, f"still not: {what}"
+        time.sleep(0.02)
+    return result
+
+
+class Inside:
+    """A connection to a stack's own servers, for tests that must see a state before it is over."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._stack = AsyncExitStack()
+        opening = self._stack.enter_async_context(connect(load(environ), "test"))
+        self.system: Connected = self._await(opening)
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def ask(self, question: Callable[[Connected], Coroutine[Any, Any, T]]) -> T:
+        return self._await(question(self.system))
+
+    def close(self) -> None:
+        self._await(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Stack:
+    """One ``pdq up``."""
+
+    def __init__(self, process: subprocess.Popen[str], state_dir: Path, url: str) -> None:
+        self.process = process
+        self.state_dir = state_dir
+        self.url = url
+        self.inside = Inside(self.environ)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (self.state_dir / "env").read_text().splitlines())
+
+    def live(self) -> Sequence[Record]:
+        """All records that have not ended."""
+        return self.inside.ask(lambda system: system.ledger.live(self.model))
+
+    def workers(self, pool: str | None = None) -> list[WorkerInfo]:
+        """What the live workers said of themselves last."""
+        found = self.inside.ask(lambda system: system.registry.workers())
+        return [worker for worker in found if pool is None or worker.pool == pool]
+
+    def cli(self, *arguments: str) -> Any:
+        """The JSON that a ``pdq`` command prints."""
+        command = [sys.executable, "-m", "pdq.cli", *arguments, "--state-dir", str(self.state_dir), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, **options}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json() | {"request_id": answer.headers["x-request-id"]}
+        return result
+
+    @cached_property
+    def model(self) -> str:
+        name: str = httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        return name
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self.state_dir.glob("logs/*.log"))
+
+
+@contextmanager
+def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Stack]:
+    """``pdq up`` until the block ends; then it must stop cleanly and leave nothing behind."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    command = [sys.executable, "-m", "pdq.cli", "up", "--port", "0", "--state-dir", str(state_dir), *options]
+    errors = (state_dir.parent / f"{state_dir.name}.stderr").open("w+")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
+    assert process.stdout is not None
+    stack: Stack | None = None
+    try:
+        line = process.stdout.readline()
+        errors.seek(0)
+        assert "ready" in line, errors.read()
+        url = next(word for word in line.split() if word.startswith("http://")).removesuffix("/v1")
+        stack = Stack(process, state_dir, url)
+        yield stack
+    except BaseException:
+        if stack is not None:
+            print(stack.logs())
+        raise
+    finally:
+        children = stack.descendants() if stack is not None else []
+        if stack is not None:
+            stack.inside.close()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(90)
+        finally:
+            process.kill()
+            errors.close()
+    assert process.returncode == 0
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
