@@ -1,7 +1,7 @@
 """What the bridge counts, in a registry of its own. Per frame that is one addition; everything else is per request."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +10,16 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ITL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class _Bound(NamedTuple):
+    """The series of one model, mode and outcome: looking them up by label costs more than counting."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
+    ttft: Histogram
+    itl: Histogram
 
 
 class Metrics(Collector):
@@ -48,6 +58,36 @@ class Metrics(Collector):
             registry=self.registry,
         )
         self.registry.register(self)
+        self._bound: dict[tuple[str, str, str], _Bound] = {}
+
+    def ended(
+        self,
+        model: str,
+        mode: str,
+        outcome: str,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        to_first_s: float | None,
+        to_last_s: float,
+    ) -> None:
+        """One accepted request has ended: times are from arrival to its first token, and from there to its last."""
+        bound = self._bound.get((model, mode, outcome))
+        if bound is None:
+            bound = self._bound[model, mode, outcome] = _Bound(
+                self.requests.labels(model, mode, outcome),
+                self.prompt_tokens.labels(model),
+                self.output_tokens.labels(model),
+                self.ttft.labels(model),
+                self.itl.labels(model),
+            )
+        bound.requests.inc()
+        bound.prompt_tokens.inc(prompt_tokens)
+        bound.output_tokens.inc(output_tokens)
+        if to_first_s is not None:
+            bound.ttft.observe(to_first_s)
+            if output_tokens > 1:
+                bound.itl.observe(to_last_s / (output_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("pdq_bridge_in_flight", "Requests that wait for their end", value=self.in_flight)

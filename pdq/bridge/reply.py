@@ -8,7 +8,7 @@ messages queue up behind a task of their own, and no other stream notices.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
 from pdq.bridge import refusal
@@ -16,7 +16,7 @@ from pdq.bridge.sse import Chunks, Whole, error_event
 from pdq.core.messages import TokenEntry
 
 Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
 
 EVENT_STREAM: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -70,9 +70,8 @@ class Channel:
         return message
 
 
-def _done_without_waiting(sending: Awaitable[None]) -> bool:
+def _done_without_waiting(sending: Coroutine[Any, Any, None]) -> bool:
     """Run ``sending`` if it can finish at once; otherwise undo it: a server waits before it writes, never after."""
-    assert isinstance(sending, Coroutine)
     try:
         sending.send(None)
     except StopIteration:
@@ -100,6 +99,10 @@ class StreamReply:
     def deliver(self, entries: Sequence[TokenEntry]) -> None:
         channel, chunks = self._channel, self._chunks
         end = entries[-1].end
+        if end is None and channel.started and len(entries) == 1:  # nearly always
+            if body := chunks.text(entries[0]):
+                channel.write(body, more=True)
+            return
         failed = end is not None and end.state != "done"
         parts = [chunks.text(entry) for entry in entries]
         if not channel.started:
@@ -111,8 +114,7 @@ class StreamReply:
             parts.insert(0, chunks.opening())
         if end is not None:
             parts.append(error_event(refusal.failure(end).body) if failed else chunks.end(end))
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if body:
+        if body := b"".join(parts):
             channel.write(body, more=end is None)
 
 

@@ -132,7 +132,7 @@ class InFlight:
                 return
         if assembler.ended:
             self._forget(stream, delivered[-1].end, now)
-        elif assembler.gap:
+        elif not delivered and assembler.gap:
             self._ask_again(stream, now)
 
     def _ask_again(self, stream: Stream, now: float) -> None:
@@ -155,17 +155,16 @@ class InFlight:
     def _forget(self, stream: Stream, end: End | None, now: float) -> None:
         if self._streams.pop(stream.key.request_id, None) is None:
             return
-        metrics, model = self._metrics, stream.key.model
-        metrics.in_flight -= 1
-        metrics.requests.labels(model, stream.mode, end.state if end else "cancelled").inc()
-        tokens = stream.assembler.next_seq
-        metrics.output_tokens.labels(model).inc(tokens)
-        if end is not None and end.usage is not None:
-            metrics.prompt_tokens.labels(model).inc(end.usage.prompt_tokens)
-        if stream.first_at:
-            metrics.ttft.labels(model).observe(stream.first_at - stream.opened_at)
-            if tokens > 1:
-                metrics.itl.labels(model).observe((now - stream.first_at) / (tokens - 1))
+        self._metrics.in_flight -= 1
+        self._metrics.ended(
+            stream.key.model,
+            stream.mode,
+            end.state if end else "cancelled",
+            prompt_tokens=end.usage.prompt_tokens if end and end.usage else 0,
+            output_tokens=stream.assembler.next_seq,
+            to_first_s=stream.first_at - stream.opened_at if stream.first_at else None,
+            to_last_s=now - stream.first_at,
+        )
 
     # --- Ends that come from here -------------------------------------------------------------------------------------
 
