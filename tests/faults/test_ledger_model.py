@@ -32,6 +32,8 @@ STEERED = f"local function clock() return tonumber(redis.call('GET', '{CLOCK_KEY
 SOURCES = ("p1", "p2")
 SINKS = ("d1", "d2")
 REQUESTS = ("r1", "r2")
+ENDS = (Event.FINISH, Event.FAIL, Event.CANCEL, Event.EXPIRE)
+OTHER_EVENTS = [event for event in Event if event not in (Event.BEGIN, Event.CLAIM, *ENDS)]
 
 
 @dataclass
@@ -176,6 +178,20 @@ class Storm(RuleBasedStateMachine):
     def claim(self, request: str, worker: str) -> None:
         self.take(Event.CLAIM, request, worker)
 
+    @rule(request=requests, source=st.sampled_from(SOURCES), sink=st.sampled_from(SINKS))
+    def proceed(self, request: str, source: str, sink: str) -> None:
+        """The next step of a request that nobody disturbs: without it, few storms would get far."""
+        record = self.records[request]
+        match record.state:
+            case "queued":
+                self.take(Event.BEGIN, request, source)
+            case "prefilling" if record.source:
+                self.act(request, record.source[0], Event.READY)
+            case "ready" if record.sink:
+                self.act(request, record.sink[0], Event.FETCHED)
+            case "ready":
+                self.take(Event.CLAIM, request, sink)
+
     def take(self, event: Event, request: str, worker: str) -> None:
         outcome = self.run(self.ledger.acquire(self.key(request), event, worker, TTL))
         allowed = self.records[request].act(event.value, worker, None, self.now)
@@ -184,11 +200,14 @@ class Storm(RuleBasedStateMachine):
             assert outcome.now_ms == self.now
             self.epochs[request, worker] = outcome.epoch
 
-    @rule(
-        request=requests,
-        worker=actors,
-        event=st.sampled_from([event for event in Event if event not in (Event.BEGIN, Event.CLAIM)]),
-    )
+    @rule(request=requests, worker=actors, event=st.sampled_from(OTHER_EVENTS))
+    def cause(self, request: str, worker: str, event: Event) -> None:
+        self.act(request, worker, event)
+
+    @rule(request=requests, worker=actors, event=st.sampled_from(ENDS))
+    def end(self, request: str, worker: str, event: Event) -> None:
+        self.act(request, worker, event)
+
     def act(self, request: str, worker: str, event: Event) -> None:
         """With the epoch that this worker got last, however old; nobody in particular names none."""
         epoch = self.epochs.get((request, worker), 0) if worker else None
@@ -230,7 +249,7 @@ class Storm(RuleBasedStateMachine):
         record.source = record.source if record.source and self.now < record.source[2] else None
         record.sink = record.sink if record.sink and self.now < record.sink[2] else None
 
-    @rule(ms=st.sampled_from([1, 100, TTL - 1, TTL, 1_000]))
+    @rule(ms=st.sampled_from([1, 50, 100, TTL - 1, TTL, 1_000]))
     def step(self, ms: int) -> None:
         self.now += ms
         self.run(self.client.set(CLOCK_KEY, self.now))
