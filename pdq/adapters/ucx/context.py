@@ -1,0 +1,132 @@
+"""The UCX context of this process: made by the first transport that starts, unmade by the last one that closes.
+
+What is set here was measured over loopback TCP: ``put_zcopy`` rendezvous moves twice as much as the default, Python futures
+with the progress thread idle at 2 to 3 percent of a core where polling burns most of one. An operator's own ``UCX_*``
+variables win, and hosts with RDMA devices keep UCX's own choice of devices and protocols.
+"""
+
+import asyncio
+import fcntl
+import importlib
+import logging
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pdq.core.errors import InvalidSettings
+
+log = logging.getLogger(__name__)
+
+SIOCGIFADDR: Final = 0x8915
+CONNECT_S: Final = 5.0
+"""For the handshake of an endpoint, either side: a silent stranger is dropped after it."""
+
+
+class Context:
+    """Counts the transports that use UCX; ``api`` is the ``ucxx`` module, configured and initialised."""
+
+    def __init__(self) -> None:
+        self.api: Any = None
+        self._users = 0
+        self._abandoned: list[object] = []
+
+    def acquire(self, host: str) -> Any:
+        """The ``ucxx`` module, ready for endpoints."""
+        if not self._users:
+            _configure(host)
+            # The wheel's own library first: a system libucx of another version may lie on the loader's path.
+            importlib.import_module("libucx").load_library()
+            self.api = importlib.import_module("ucxx")
+            self.api.init(progress_mode="thread", enable_python_future=True)
+        self._users += 1
+        return self.api
+
+    async def release(self) -> None:
+        """Call after closing all endpoints and listeners."""
+        self._users -= 1
+        if self._users:
+            return
+        await asyncio.sleep(0)  # callbacks that still hold endpoints
+        # Without this, reset waits for the notifier's poll of a second, on the loop's thread.
+        self.api.core._get_ctx().worker.stop_request_notifier_thread()
+        try:
+            self.api.reset()
+        except self.api.exceptions.UCXError as error:
+            log.warning("UCX context is left to the end of the process: %s", str(error).splitlines()[0])
+        else:
+            self._abandoned.clear()
+
+    def abandon(self, buffer: object) -> None:
+        """Keep memory that UCX may still write to alive until the worker is gone: ucxx itself does not."""
+        self._abandoned.append(buffer)
+
+
+context: Final = Context()
+
+
+def _configure(host: str) -> None:
+    defaults = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    if not _has_rdma():
+        defaults |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": device_of(host), "UCX_RNDV_SCHEME": "put_zcopy"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _has_rdma() -> bool:
+    with suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
+
+
+def device_of(host: str) -> str:
+    """The network interface that owns ``host``.
+
+    Raises:
+        InvalidSettings: no interface of this machine does.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise InvalidSettings(f"PDQ_TRANSPORT_UCX_HOST={host!r} is not a name or address of this machine") from error
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    raise InvalidSettings(f"PDQ_TRANSPORT_UCX_HOST={host!r} is {address}, which no interface of this machine has")
+
+
+def confine(port: int, device: str) -> None:
+    """Let the UCX listener on ``port`` accept only what comes in through ``device``: it always binds all addresses, and
+    takes no other. On loopback that means this host only."""
+    inode = next(
+        (
+            fields[9]
+            for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+            if fields[1].endswith(f":{port:04X}") and fields[3] == "0A"
+        ),
+        None,
+    )
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if str(entry.readlink()) != f"socket:[{inode}]":
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode() + b"\x00")
+                return
+    log.warning("the UCX listener on port %d could not be confined to %s: it accepts on all addresses", port, device)
+
+
+def lean(error: BaseException) -> BaseException:
+    """The error without its frames: they hold endpoints, and an error that someone keeps would keep UCX from closing."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return error
