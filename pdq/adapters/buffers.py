@@ -9,7 +9,7 @@ the very thing that invariant 7 of the handoff contract forbids.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -17,24 +17,27 @@ from pdq.core.errors import TransferFailed
 from pdq.core.layout import chunk_hash
 from pdq.ports import Buffer, ChunkPlan
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 INLINE_BYTES: Final = 256 * 1024
 """Up to here a copy or a hash is cheaper than a hop to a thread (tens of microseconds either way)."""
 
-_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pdq-bytes")
+_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="pdq-bytes")
 
 
-async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """``function`` on a thread. A cancellation is raised only after the function has ended."""
-    work = asyncio.get_running_loop().run_in_executor(_threads, lambda: function(*args, **kwargs))
+async def off_loop(function: Callable[[*Ts], T], *args: *Ts, hurry: Callable[[], None] | None = None) -> T:
+    """``function`` on a thread. A cancellation is raised only after the function has ended; ``hurry`` is called to make
+    it end soon."""
+    work = asyncio.get_running_loop().run_in_executor(_threads, function, *args)
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
+            if hurry is not None:
+                hurry()
     if cancelled is not None:
         work.exception()
         raise cancelled
