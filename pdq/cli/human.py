@@ -15,7 +15,9 @@ def console() -> "Console":
 
 
 def seconds(ms: float) -> str:
-    """A duration for people: ``340 ms``, ``1.2 s``, ``95 s``."""
+    """A duration for people: ``0.5 ms``, ``340 ms``, ``1.2 s``, ``95 s``."""
+    if ms and abs(ms) < 10:
+        return f"{ms:.1f} ms"
     if abs(ms) < 1000:
         return f"{ms:.0f} ms"
     return f"{ms / 1000:.1f} s" if abs(ms) < 60_000 else f"{ms / 1000:.0f} s"
