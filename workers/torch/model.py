@@ -48,11 +48,20 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     dtype = _dtype(settings.dtype, described, device)
     hugging_face.utils.logging.disable_progress_bar()
     try:
-        module: Any = hugging_face.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=TORCH_DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True
+        module, report = hugging_face.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # files of strangers: several libraries read them, each with errors of its own
         raise IncompatibleContract(f"the checkpoint in {directory} does not load: {error}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:  # they would be filled with random numbers
+        raise IncompatibleContract(
+            f"the checkpoint in {directory} lacks weights, or has some of another shape: "
+            f"{sorted(report['missing_keys'])[:5]} {sorted(report['mismatched_keys'])[:5]}"
+        )
     config: Any = module.config
     heads = config.num_attention_heads
     layout = KvLayout(
@@ -98,7 +107,10 @@ def _config(directory: Path) -> Any:
         raise IncompatibleContract(f"{directory / 'config.json'} is not a model configuration: {error}") from error
     if named[0] not in ARCHITECTURES:
         raise IncompatibleContract(f"{directory} is a {named[0]}; the torch engine serves {', '.join(ARCHITECTURES)}")
-    config = hugging_face.AutoConfig.from_pretrained(directory, local_files_only=True)
+    try:
+        config = hugging_face.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # as above
+        raise IncompatibleContract(f"{directory / 'config.json'} is not a model configuration: {error}") from error
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in WHOLE_BATCH_ROPE:
         raise IncompatibleContract(f"{directory} uses RoPE scaling {rope!r}, which cannot be cached per token")

@@ -11,7 +11,9 @@ from pdq.core.messages import Sampling
 from pdq.core.settings import EngineSettings
 from pdq.ports import DecodeSeat, Drawn, PromptWork
 from tests.tiny_models import VOCABULARY, tiny_model
-from workers.torch.engine import TorchEngine, TorchRun, TorchSeat
+from workers.torch.decode import TorchSeat
+from workers.torch.engine import TorchEngine
+from workers.torch.prefill import TorchRun
 
 GREEDY = Sampling(temperature=0, seed=0)
 SETTINGS = EngineSettings(block_size=8, chunk_tokens=32, kv_tokens=4096)

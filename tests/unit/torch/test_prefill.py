@@ -11,7 +11,8 @@ from pdq.core.messages import Sampling
 from pdq.core.settings import EngineSettings
 from pdq.ports import DecodeEngine, PrefillEngine
 from tests.unit.torch.moves import MakeEngine, aggregated_seat, generate, prefill, prompt, work
-from workers.torch.engine import TorchEngine, TorchRun
+from workers.torch.engine import TorchEngine
+from workers.torch.prefill import TorchRun
 
 
 async def until(condition: Callable[[], bool]) -> None:
