@@ -32,7 +32,7 @@ def demo(
 
     async def run(lifecycle: runtime.Lifecycle) -> None:
         with tempfile.TemporaryDirectory(prefix="pdq-demo-") as directory, Waiting() as waiting:
-            plan = await asyncio.to_thread(make_plan, 0, 1, 1, model, engine, "disaggregated", Path(directory))
+            plan = make_plan(0, 1, 1, model, engine, "disaggregated", Path(directory))
             stack = Stack(plan, waiting.progress)
             async with stack.running():
                 waiting.done()

@@ -178,7 +178,10 @@ def test_a_decode_worker_killed_before_its_first_token_does_not_lose_the_request
 
 
 def test_a_second_stack_in_the_same_state_directory_is_refused(two_and_two: Stack) -> None:
-    with pytest.raises(AssertionError, match="another pdq is running"), running(two_and_two.state_dir, "--engine", "sim"):
+    with (
+        pytest.raises(AssertionError, match="another pdq is running"),
+        running(two_and_two.state_dir, "--engine", "sim"),
+    ):
         pass
 
 
