@@ -4,8 +4,8 @@ A chunk is cut into pieces, each a string with a TTL; a hash (``head``) names th
 digests, so that a reader never sees half a chunk. The pieces of a chunk and its entry in the head go out in one pipeline.
 
 The bytes take their own way: redis-py opens and authenticates the connection, then a thread writes the commands to its
-socket and receives replies straight into the sink's buffers. Through the client each byte is copied four more times, most of
-them on the event loop's thread.
+socket and receives replies straight into the sink's buffers. Through the client each byte is copied four more times, mostly
+on the event loop's thread.
 """
 
 import asyncio

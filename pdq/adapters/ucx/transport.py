@@ -110,7 +110,7 @@ class UcxTransport:
         try:
             found = await loop.getaddrinfo(*address, family=2)
             endpoint = await context.api.create_endpoint(found[0][4][0], address[1], connect_timeout=CONNECT_S)
-        except (OSError, TimeoutError, RuntimeError, context.api.exceptions.UCXError) as error:
+        except (OSError, ValueError, RuntimeError, context.api.exceptions.UCXError) as error:
             self._outgoing.pop(address, None)
             raise PeerLost(f"no UCX connection to {address[0]}:{address[1]}: {error!r}") from lean(error)
         sink = Sink()
