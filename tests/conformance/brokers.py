@@ -14,7 +14,7 @@ from pdq.core import names
 from pdq.core.settings import NatsSettings, QueueSettings
 from pdq.ports import JobQueue, TokenBus
 
-ACK_WAIT_S = 0.6
+ACK_WAIT_S = 1.0
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:

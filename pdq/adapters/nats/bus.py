@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
-from pdq.adapters.nats.connection import Connection, NatsSubscription, status
+from pdq.adapters.nats.connection import Connection, NatsSubscription, NoAnswer, status
 from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.messages import (
     MAX_MESSAGE_BYTES,
@@ -93,10 +93,8 @@ class NatsBus:
         while (left_s := deadline - loop.time()) > 0:
             try:
                 reply = await self._connection.request(reply_to, question, timeout_s=left_s)
-            except Unavailable:
-                if self._connection.connected and loop.time() >= deadline:
-                    return None
-                raise
+            except NoAnswer:
+                break
             if status(reply) != 503:
                 try:
                     return decode(reply.data, OutputAnswer)
@@ -104,6 +102,7 @@ class NatsBus:
                     self._count_junk(reply_to, error)
                     return None
             await asyncio.sleep(min(ASK_AGAIN_S, left_s))
+        await self._connection.settled()  # it is the owner that does not answer, not the broker
         return None
 
     async def control(self, subject: str, message: Control) -> None:

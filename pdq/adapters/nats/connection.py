@@ -34,7 +34,15 @@ SETTLE_S: Final = 5.0
 HEADER_ROOM: Final = 2048
 """The broker counts headers as payload, and closes the connection of a client that sends too much."""
 
+PING_S: Final = 10
+PINGS_UNANSWERED: Final = 2
+"""A broker that hangs, or whose host is gone, is noticed after half a minute."""
+
 _log = logging.getLogger(__name__)
+
+
+class NoAnswer(Unavailable):
+    """The question went out; nothing came back in time."""
 
 
 class Connection:
@@ -70,6 +78,8 @@ class Connection:
                     closed_cb=self._closed,
                     connect_timeout=math.ceil(settings.connect_timeout_s),
                     reconnect_time_wait=1,
+                    ping_interval=PING_S,
+                    max_outstanding_pings=PINGS_UNANSWERED,
                     max_reconnect_attempts=-1,
                     reconnect_to_server_handler=_next_server,
                     pending_size=PENDING_BYTES,
@@ -107,6 +117,11 @@ class Connection:
     @property
     def connected(self) -> bool:
         return self._up.is_set()
+
+    @property
+    def closed(self) -> bool:
+        """For good: by ``close``, or because the broker refused this client (it says why in the log)."""
+        return self._client.is_closed
 
     @property
     def max_payload(self) -> int:
@@ -162,13 +177,13 @@ class Connection:
         """One message out, one back. A broker's "no responders" comes back as a message with ``status(msg) == 503``.
 
         Raises:
-            Unavailable: not connected, connection lost meanwhile, or no answer in time.
+            Unavailable: not connected, or the connection was lost meanwhile; as ``NoAnswer``, no answer in time.
             InvalidMessage: over the broker's size limit.
         """
         token = str(next(self._counter))
         return await self._exchange(token, subject, data, self._inbox + token, headers, timeout_s)
 
-    async def _settled(self) -> None:
+    async def settled(self) -> None:
         """Returns when the broker has taken everything sent so far: a subscription made before this receives what anyone
         sends after it. (nats-py's ``flush`` cannot promise that: its PING overtakes the buffer.)"""
         token = str(next(self._counter))
@@ -240,7 +255,7 @@ class Connection:
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot subscribe at NATS {self.where}: {error}") from error
         with contextlib.suppress(Unavailable):  # the broker is away: it will hear of the subscription first thing
-            await self._settled()
+            await self.settled()
         return NatsSubscription(subscription.unsubscribe)
 
     async def _answered(self, message: Msg) -> None:
@@ -328,7 +343,7 @@ def description(message: Msg) -> str:
 
 def _expire(future: asyncio.Future[Msg], subject: str, timeout_s: float) -> None:
     if not future.done():
-        future.set_exception(Unavailable(f"no answer on {subject} within {timeout_s:g} s"))
+        future.set_exception(NoAnswer(f"no answer on {subject} within {timeout_s:g} s"))
 
 
 def _next_server(servers: list[KnownServer], info: dict[str, Any]) -> tuple[KnownServer | None, float]:

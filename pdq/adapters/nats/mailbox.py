@@ -30,8 +30,8 @@ NAK: Final = b"-NAK"
 _LINGER: Final = msgspec.json.encode({"batch": 1, "expires": int(LINGER_S * 1e9), "no_wait": True})
 
 
-class _ConsumerGone(Exception):
-    """The broker does not know the consumer: never made, or deleted."""
+class _ConsumerGone(Unavailable):
+    """The broker does not know the consumer: deleted, or lost with the broker's data."""
 
 
 class Tap:
@@ -132,11 +132,11 @@ class Mailbox:
                     return jobs
                 if self._loop.time() >= deadline:
                     return []
-            except _ConsumerGone:
-                self._created = False
-            except Unavailable:
+            except Unavailable as error:
+                if isinstance(error, _ConsumerGone):
+                    self._created = False
                 left_s = deadline - self._loop.time()
-                if left_s <= 0:
+                if left_s <= 0 or self._connection.closed:
                     raise
                 if self._connection.connected:  # JetStream itself is on its way up or down
                     await asyncio.sleep(min(PAUSE_S, left_s))
@@ -258,10 +258,8 @@ def _trouble(message: Msg) -> Exception | None:
     match status(message):
         case 0 | 404 | 408:
             return None
-        case 503:
-            return _ConsumerGone()
-        case 409 if "Deleted" in description(message):
-            return _ConsumerGone()
+        case code if code == 503 or (code == 409 and "Deleted" in description(message)):
+            return _ConsumerGone("the consumer of this queue is gone; the next pull makes it again")
         case code:
             return Unavailable(f"the broker refused a pull: {code} {description(message)}")
 
