@@ -2,15 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from pdq.adapters import nats as nats_adapter
-from pdq.adapters.processes import Server, nats_server
-from pdq.core import names
-from pdq.core.errors import InvalidMessage, InvalidSettings, Overloaded, Unavailable
-from pdq.core.settings import NatsSettings, QueueSettings
+from pdq.adapters.processes import Server
+from pdq.core.errors import InvalidMessage
+from pdq.core.settings import QueueSettings
 from pdq.ports import Delivery, JobQueue, Queue
 from tests.conformance.brokers import ACK_WAIT_S, MemoryPlace, NatsPlace, Place, eventually
 
@@ -295,147 +292,3 @@ async def test_many_publishes_at_once_are_all_stored(queue: JobQueue, model: str
     expected = {b"%d" % n for n in range(2000)}
     await asyncio.gather(*(queue.publish(PREFILL, model, data) for data in expected))
     assert set(await drain(queue, model, 2000, limit=256)) == expected
-
-
-# --- Limits and a broker of one's own ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def own_server(tmp_path: Path) -> AsyncIterator[Server]:
-    server = await nats_server(tmp_path / "nats").start()
-    yield server
-    await server.stop()
-
-
-@pytest.mark.parametrize("kind", ["memory", "nats"])
-async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(
-    kind: str, own_server: Server, model: str
-) -> None:
-    settings = QueueSettings(max_messages=3)
-    place = place_at(own_server if kind == "nats" else None, settings)
-    queue = await place.queue()
-    for _ in range(3):
-        await queue.publish(PREFILL, model, b"x")
-    with pytest.raises(Overloaded, match="maximum messages"):
-        await queue.publish(PREFILL, model, b"x")
-    await queue.publish(DECODE, model, b"another queue has room")
-    await drain(queue, model, 1, limit=1)
-
-    async def takes_again() -> bool:
-        try:
-            await queue.publish(PREFILL, model, b"x")
-        except Overloaded:
-            return False
-        return True
-
-    await eventually(takes_again)
-    await place.close()
-
-
-async def test_jobs_survive_a_restart_of_the_broker_and_everything_works_again(own_server: Server, model: str) -> None:
-    place = NatsPlace(own_server.url, SETTINGS)
-    queue = await place.queue()
-    for data in (b"in hand", b"waiting"):
-        await queue.publish(PREFILL, model, data)
-    in_hand = await one(queue, model)
-    waiting_pull = asyncio.create_task(queue.pull(DECODE, model, limit=4, wait_s=30))
-    assert await nothing(queue, model + "2")
-
-    await own_server.stop()
-    with pytest.raises(Unavailable):
-        await queue.publish(PREFILL, model, b"nobody there")
-    with pytest.raises(Unavailable):
-        await queue.pull(PREFILL, model, limit=1, wait_s=0)
-    await in_hand.ack()  # goes out when the broker is back
-    pull = asyncio.create_task(drain(queue, model, 1))
-    await own_server.start()
-
-    assert await pull == [b"waiting"]
-    await queue.publish(DECODE, model, b"to a pull from before")
-    assert [job.data for job in await waiting_pull] == [b"to a pull from before"]
-    assert await nothing(queue, model, ACK_WAIT_S * 1.5)
-    await queue.publish(PREFILL, model, b"after")
-    assert await drain(queue, model, 1) == [b"after"]
-    await place.close()
-
-
-async def test_a_broker_that_lost_everything_is_set_up_again(tmp_path: Path, model: str) -> None:
-    server = await nats_server(tmp_path / "first").start()
-    place = NatsPlace(server.url, SETTINGS)
-    queue = await place.queue()
-    assert await nothing(queue, model)
-    await server.stop()
-    empty = await nats_server(tmp_path / "second", port=server.port).start()
-
-    async def published() -> bool:
-        try:
-            await queue.publish(PREFILL, model, b"x", message_id="x")
-        except Unavailable:
-            return False
-        return True
-
-    await eventually(published)
-    assert await drain(queue, model, 1) == [b"x"]
-    await place.close()
-    await empty.stop()
-
-
-async def test_a_consumer_that_vanished_is_made_again(own_server: Server, model: str) -> None:
-    place = NatsPlace(own_server.url, SETTINGS)
-    queue = await place.queue()
-    connection = await place.connection()
-    waiting = asyncio.create_task(queue.pull(PREFILL, model, limit=1, wait_s=20))
-    assert await nothing(queue, model)
-    for priority in names.PRIORITIES:
-        consumer = names.consumer(model, priority)
-        await connection.request(f"$JS.API.CONSUMER.DELETE.{names.PREFILL_STREAM}.{consumer}", b"", timeout_s=5)
-    await queue.publish(PREFILL, model, b"x")
-    (job,) = await waiting
-    assert job.data == b"x"
-    await place.close()
-
-
-async def test_streams_follow_the_settings_whoever_comes_first(own_server: Server, model: str) -> None:
-    place = NatsPlace(own_server.url, QueueSettings(max_messages=1))
-    first = await place.queue()
-    connection = await place.connection()
-    wider = [nats_adapter.NatsQueue(connection, QueueSettings(max_messages=1000)) for _ in range(4)]
-    await asyncio.gather(*(queue.ensure_streams() for queue in wider))
-    for _ in range(3):
-        await first.publish(PREFILL, model, b"x")
-    await place.close()
-
-
-async def test_many_processes_may_set_up_an_empty_broker_at_once(own_server: Server) -> None:
-    place = NatsPlace(own_server.url, SETTINGS)
-    await asyncio.gather(*(place.queue() for _ in range(8)))
-    await place.close()
-
-
-async def test_a_stream_that_cannot_be_changed_is_reported(own_server: Server) -> None:
-    place = NatsPlace(own_server.url, SETTINGS)
-    connection = await place.connection()
-    foreign = b'{"name":"PDQ_PREFILL","subjects":["something.else"],"retention":"limits","storage":"memory"}'
-    await connection.request("$JS.API.STREAM.CREATE.PDQ_PREFILL", foreign, timeout_s=5)
-    with pytest.raises(InvalidSettings, match="PDQ_PREFILL"):
-        await place.queue()
-    with pytest.raises(InvalidSettings, match="replicas"):
-        await nats_adapter.NatsQueue(connection, QueueSettings(replicas=3)).ensure_streams()
-    await place.close()
-
-
-async def test_a_job_for_a_priority_that_nobody_serves_is_refused(own_server: Server, model: str) -> None:
-    place = NatsPlace(own_server.url, SETTINGS)
-    await place.queue()
-    reply = await (await place.connection()).request(names.prefill_subject(model, "urgent"), b"x", timeout_s=5)
-    assert reply.headers is not None
-    assert reply.headers["Status"] == "503"
-    await place.close()
-
-
-async def test_nobody_at_the_address_is_unavailable_and_says_where(tmp_path: Path) -> None:
-    absent = nats_server(tmp_path)
-    settings = NatsSettings(url=absent.url.replace("nats://", "nats://user:hunter2@"), connect_timeout_s=0.3)
-    with pytest.raises(Unavailable, match=f"127.0.0.1:{absent.port}") as caught:
-        await nats_adapter.connect(settings, name="test")
-    assert "hunter2" not in str(caught.value)
