@@ -178,6 +178,7 @@ class Bridge:
             if exchange.channel.started:
                 raise
             exchange.channel.answer(refusal.refusal(errors.PdqError("internal error: see the bridge's log")))
+        await exchange.over()
 
     def _handler(self, method: str, path: str) -> Callable[[Exchange], Awaitable[None]]:
         route = self._routes.get(path)

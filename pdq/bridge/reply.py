@@ -1,9 +1,11 @@
-"""One request's way back to its client: token entries in, HTTP out, in the very call that brought the frame.
+"""One request's way back to its client: token entries in, HTTP out, without a task that waits in between.
 
 A frame serves many streams at once. Waking a task per stream and frame would cost more than writing the bytes, so
-entries are rendered and written right where the frame arrives, one write per stream. ASGI's ``send`` is a coroutine only
-because a slow client may make it wait; as long as it does not, it is run to its end on the spot. Once it would wait,
-messages queue up behind a task of their own, and no other stream notices.
+entries are rendered right where the frame arrives, and written once in the same turn of the loop, together with those of
+other frames that came in that turn: a write is a system call, which costs more than all the rest.
+
+ASGI's ``send`` is a coroutine only because a slow client may make it wait; as long as it does not, it is run to its end on
+the spot. Once it would wait, messages queue up behind a task of their own, and no other stream notices.
 """
 
 import asyncio
@@ -24,13 +26,15 @@ EVENT_STREAM: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (
 class Channel:
     """The HTTP response of one request. ``headers`` go with every answer."""
 
-    __slots__ = ("_backlog", "_drain", "_headers", "_send", "started")
+    __slots__ = ("_backlog", "_busy", "_headers", "_loop", "_send", "started")
 
     def __init__(self, send: Send, headers: refusal.Headers) -> None:
         self._send = send
         self._headers = headers
+        self._loop = asyncio.get_running_loop()
         self._backlog: deque[Message] = deque()
-        self._drain: asyncio.Task[None] | None = None
+        self._busy = False
+        """Somebody will send what is in the backlog: this turn of the loop, or a task that waits for the client."""
         self.started = False
 
     def start(self, status: int, headers: refusal.Headers) -> None:
@@ -46,18 +50,24 @@ class Channel:
         self.write(reply.body, more=False)
 
     def _put(self, message: Message) -> None:
-        if self._drain is None and _done_without_waiting(self._send(message)):
-            return
         self._backlog.append(message)
-        if self._drain is None:
-            self._drain = asyncio.ensure_future(self._send_backlog())
+        if not self._busy:
+            self._busy = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        while self._backlog:
+            message = self._next()
+            if not _done_without_waiting(self._send(message)):
+                self._backlog.appendleft(message)
+                _keep(self._loop.create_task(self._send_backlog()))
+                return
+        self._busy = False
 
     async def _send_backlog(self) -> None:
-        try:
-            while self._backlog:
-                await self._send(self._next())
-        finally:
-            self._drain = None
+        while self._backlog:
+            await self._send(self._next())
+        self._busy = False
 
     def _next(self) -> Message:
         """The first message that waits; bodies as one."""
@@ -68,6 +78,15 @@ class Channel:
             body = b"".join([part["body"] for part in bodies])
             message = {**message, "body": body, "more_body": bodies[-1]["more_body"]}
         return message
+
+
+_waiting: Final[set[asyncio.Task[None]]] = set()
+
+
+def _keep(task: asyncio.Task[None]) -> None:
+    """The loop itself holds tasks only weakly."""
+    _waiting.add(task)
+    task.add_done_callback(_waiting.discard)
 
 
 def _done_without_waiting(sending: Coroutine[Any, Any, None]) -> bool:
