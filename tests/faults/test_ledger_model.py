@@ -254,36 +254,34 @@ class Storm(RuleBasedStateMachine):
         self.now += ms
         self.run(self.client.set(CLOCK_KEY, self.now))
 
-    @invariant()
-    def the_ledger_is_the_model(self) -> None:
-        for name, model in self.records.items():
-            stored = self.run(self.ledger.read(self.key(name)))
-            leases = [lease and (lease.worker, lease.epoch, lease.until_ms) for lease in (stored.source, stored.sink)]
-            assert leases == [model.source, model.sink]
-            assert (stored.state, stored.attempt, stored.epoch) == (model.state, model.attempt, model.epoch)
-            assert stored.emitted == model.emitted
-            assert stored.epoch >= self.seen.get(name, 0)
-            self.seen[name] = stored.epoch
-            log = self.run(self.ledger.history(self.key(name)))
-            assert [entry.event for entry in log] == model.log
-            assert sum(entry.state.terminal for entry in log) == (not model.live)
+    async def look(self) -> tuple[Any, Any, Any, Any, Any]:
+        """All that can be asked, in one go."""
+        keys = [self.key(name) for name in REQUESTS]
+        logs = asyncio.gather(*[self.ledger.history(key) for key in keys])
+        load, due = self.ledger.load(self.model), self.ledger.due(self.model, 10)
+        return await asyncio.gather(self.ledger.read_many(keys), logs, load, due, self.ledger.live(self.model))
 
     @invariant()
-    def the_counters_are_the_sum_over_the_records(self) -> None:
-        load = self.run(self.ledger.load(self.model))
+    def the_ledger_is_what_the_contract_says(self) -> None:
+        stored, logs, load, due, live = self.run(self.look())
+        for name, record, log in zip(REQUESTS, stored, logs, strict=True):
+            model = self.records[name]
+            leases = [lease and (lease.worker, lease.epoch, lease.until_ms) for lease in (record.source, record.sink)]
+            assert leases == [model.source, model.sink]
+            assert (record.state, record.attempt, record.epoch) == (model.state, model.attempt, model.epoch)
+            assert record.emitted == model.emitted
+            assert record.epoch >= self.seen.get(name, 0)
+            self.seen[name] = record.epoch
+            assert [entry.event for entry in log] == model.log
+            assert sum(entry.state.terminal for entry in log) == (not model.live)
         for state in LIVE:
             there = [record for record in self.records.values() if record.state == state]
             assert load.requests[state] == len(there)
             assert load.prompt_tokens[state] == sum(record.prompt for record in there)
             assert load.reserved_tokens[state] == sum(record.prompt + 7 for record in there)
-
-    @invariant()
-    def due_is_what_ran_out(self) -> None:
-        due = self.run(self.ledger.due(self.model, 10))
-        late = [name for name, record in self.records.items() if record.live and record.expiry() <= self.now]
-        assert {record.key.request_id for record in due} == set(late)
-        live = self.run(self.ledger.live(self.model))
-        assert {r.key.request_id for r in live} == {name for name, record in self.records.items() if record.live}
+        late = {name for name, record in self.records.items() if record.live and record.expiry() <= self.now}
+        assert {record.key.request_id for record in due} == late
+        assert {record.key.request_id for record in live} == {n for n, record in self.records.items() if record.live}
 
 
 def test_no_storm_makes_the_ledger_and_the_contract_disagree(valkey: Server) -> None:

@@ -2,7 +2,7 @@
 --
 -- KEYS  see record.lua
 -- ARGV  1 request id  2 timeout_ms  3.. field, value
--- Reply {"ok", now_ms, field, value, ...}, or the same with "exists"
+-- Reply see record.lua; "exists" instead of "ok" if it was there
 
 if open() then return done('exists') end
 put_all(3)

@@ -64,9 +64,12 @@ def of_changes(changes: Changes | None) -> list[Argument]:
     return flat
 
 
-def record(key: RecordKey, flat: Sequence[Any]) -> Record:
-    """The record stored as ``flat`` (field, value, ...)."""
+def record(key: RecordKey, flat: Sequence[Any], drops: Sequence[bytes] = (), sets: Sequence[bytes] = ()) -> Record:
+    """The record stored as ``flat`` (field, value, ...), after ``drops`` (fields) and then ``sets`` (field, value, ...)."""
     f: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    for name in drops:
+        del f[name]
+    f.update(zip(sets[::2], sets[1::2], strict=True))
     layout = f.get(b"layout")
     locators = f.get(b"locators")
     first_token = f.get(b"first_token")

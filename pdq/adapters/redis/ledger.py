@@ -56,7 +56,7 @@ class RedisLedger:
     # --- Changes ------------------------------------------------------------------------------------------------------
 
     async def enqueue(self, new: NewRecord) -> tuple[Record, bool]:
-        verdict, _, *flat = await self._link.run(
+        verdict, _, *parts = await self._link.run(
             self._enqueue,
             _keys(new.key),
             new.key.request_id,
@@ -65,7 +65,7 @@ class RedisLedger:
             # First the index: a model without records is harmless, records that no reaper finds are not.
             after=("SADD", names.MODELS_KEY, new.key.model),
         )
-        return fields.record(new.key, flat), verdict == b"ok"
+        return fields.record(new.key, *parts), verdict == b"ok"
 
     async def acquire(self, key: RecordKey, event: Event, worker: str, ttl_ms: int) -> Grant:
         if RULES[event].claims is None:
@@ -107,7 +107,7 @@ class RedisLedger:
 
     async def reap(self, key: RecordKey) -> Record:
         reply = await self._link.run(self._reap, _keys(key), key.request_id)
-        return fields.record(key, _allowed(reply, key, "reap"))
+        return fields.record(key, *_allowed(reply, key, "reap"))
 
     async def _cause(
         self,
@@ -130,7 +130,7 @@ class RedisLedger:
             _encode(note) if note else b"{}",
             *fields.of_changes(changes),
         )
-        return fields.record(key, _allowed(reply, key, event.value)), reply[1]
+        return fields.record(key, *_allowed(reply, key, event.value)), reply[1]
 
     async def _under_lease(
         self, doing: str, key: RecordKey, side: Side, epoch: int, then: str, changes: Changes | None

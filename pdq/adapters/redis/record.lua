@@ -4,14 +4,17 @@
 --
 -- KEYS  1 record (hash)  2 log (list)  3 load (hash)  4 due (sorted set)
 -- ARGV  1 request id, the rest is each script's own
--- Reply {"ok", now_ms, field, value, ...} with the whole record, or {refusal code, state, remaining_ms}
+-- Reply {"ok", now_ms, stored, drops, sets}: the record as it was read and what was changed, for the client to put
+--       together (flat lists that are there anyway cost nothing; building one for the reply costs as much as all else)
+--       or {refusal code, state, remaining_ms}
 
 local LOG_LIMIT = 200
 local SIDES = {'source', 'sink'}
 
 local now = clock()
-local record, sets, drops = {}, {}, {}
-local counted, scored
+local stored, record, sets, drops = {}, {}, {}, {}
+local scored
+local deltas = {}
 
 local function put(field, value)
   if type(value) == 'number' then value = string.format('%.0f', value) end
@@ -58,13 +61,6 @@ local function live()
   return record.state and not record.ended_ms
 end
 
--- What the record adds to the counters of its state.
-local function tally()
-  if not live() then return nil end
-  local prompt = tonumber(record.prompt_tokens)
-  return {state = record.state, prompt = prompt, reserved = prompt + tonumber(record.max_new_tokens)}
-end
-
 -- The earliest instant at which the deadline or a lease runs out.
 local function expiry()
   if not live() then return nil end
@@ -76,30 +72,47 @@ local function expiry()
   return at
 end
 
-local function count(entry, sign)
-  if not entry then return end
-  redis.call('HINCRBY', KEYS[3], entry.state .. ':requests', sign)
-  redis.call('HINCRBY', KEYS[3], entry.state .. ':prompt_tokens', sign * entry.prompt)
-  redis.call('HINCRBY', KEYS[3], entry.state .. ':reserved_tokens', sign * entry.reserved)
+-- Adds the record to the counters of its state, or (sign -1) takes it out; `save` writes the sum.
+local function count(sign)
+  if not live() then return end
+  local prompt, state = tonumber(record.prompt_tokens), record.state
+  local amounts = {requests = 1, prompt_tokens = prompt, reserved_tokens = prompt + tonumber(record.max_new_tokens)}
+  for what, amount in pairs(amounts) do
+    local name = state .. ':' .. what
+    deltas[name] = (deltas[name] or 0) + sign * amount
+  end
+end
+
+-- Two calls, however many counters move: a call costs more than the counting.
+local function save_counters()
+  local moved, written = {}, {}
+  for name, delta in pairs(deltas) do
+    if delta ~= 0 then moved[#moved + 1] = name end
+  end
+  if #moved == 0 then return end
+  local before = redis.call('HMGET', KEYS[3], unpack(moved))
+  for i, name in ipairs(moved) do
+    written[#written + 1] = name
+    written[#written + 1] = tonumber(before[i] or 0) + deltas[name]
+  end
+  redis.call('HSET', KEYS[3], unpack(written))
 end
 
 -- Reads the record; false if there is none.
 local function open()
-  local flat = redis.call('HGETALL', KEYS[1])
-  for i = 1, #flat, 2 do record[flat[i]] = flat[i + 1] end
-  counted, scored = tally(), expiry()
+  stored = redis.call('HGETALL', KEYS[1])
+  for i = 1, #stored, 2 do record[stored[i]] = stored[i + 1] end
+  count(-1)
+  scored = expiry()
   return record.state ~= nil
 end
 
 local function save()
   if #drops > 0 then redis.call('HDEL', KEYS[1], unpack(drops)) end
   if #sets > 0 then redis.call('HSET', KEYS[1], unpack(sets)) end
-  local tallied, at = tally(), expiry()
-  if not (counted and tallied and counted.state == tallied.state and counted.prompt == tallied.prompt
-      and counted.reserved == tallied.reserved) then
-    count(counted, -1)
-    count(tallied, 1)
-  end
+  count(1)
+  save_counters()
+  local at = expiry()
   if not at then
     redis.call('ZREM', KEYS[4], ARGV[1])
   elseif at ~= scored then
@@ -115,12 +128,7 @@ local function log(event, worker, epoch, note)
 end
 
 local function done(verdict)
-  local reply = {verdict, now}
-  for field, value in pairs(record) do
-    reply[#reply + 1] = field
-    reply[#reply + 1] = value
-  end
-  return reply
+  return {verdict, now, stored, drops, sets}
 end
 
 local function refuse(code, remaining_ms)
