@@ -56,6 +56,8 @@ class Connection:
         self._client = Client()
         self._up = asyncio.Event()
         self._last_error = ""
+        self._reported: set[str] = set()
+        """Errors that were logged since the connection last stood: each once."""
         self._closing = False
         self._counter = itertools.count(1)
         self._inbox = ""
@@ -92,7 +94,7 @@ class Connection:
             raise Unavailable(
                 f"NATS at {self.where} took no connection within {settings.connect_timeout_s:g} s ({why})"
             ) from error
-        self._last_error = ""
+        self._reported.clear()
         self._inbox = self._client.new_inbox() + "."
         await self._client.subscribe(
             self._inbox + "*",
@@ -276,7 +278,7 @@ class Connection:
             callback()
 
     async def _back(self) -> None:
-        self._last_error = ""
+        self._reported.clear()
         self._up.set()
         _log.info("%s: NATS at %s is back", self.name, self.where)
 
@@ -288,9 +290,9 @@ class Connection:
     async def _error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.slow_consumer_drops += 1
-        text = f"{type(error).__name__}: {error}"
-        if text != self._last_error and not self._closing:
-            self._last_error = text
+        self._last_error = text = f"{type(error).__name__}: {error}"
+        if text not in self._reported and not self._closing:
+            self._reported.add(text)
             _log.warning("%s: NATS at %s: %s", self.name, self.where, text)
 
     def _fail_requests(self, why: str) -> None:
