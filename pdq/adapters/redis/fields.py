@@ -20,6 +20,7 @@ _locators = msgspec.json.Decoder(tuple[Locator, ...])
 _encode = msgspec.json.Encoder().encode
 
 Argument = str | bytes | int
+Mode = Literal["disaggregated", "aggregated"]
 
 
 def of_new(new: NewRecord) -> list[Argument]:
@@ -84,7 +85,7 @@ def record(key: RecordKey, flat: Sequence[Any], drops: Sequence[bytes] = (), set
         max_new_tokens=int(f[b"max_new_tokens"]),
         secret=f[b"secret"].decode(),
         policy=_policy(f[b"on_handoff_failure"], f[b"on_stream_failure"], f[b"max_attempts"], f[b"retain"]),
-        mode=cast(Literal["disaggregated", "aggregated"], f[b"mode"].decode()),
+        mode=cast(Mode, f[b"mode"].decode()),
         tenant=f.get(b"tenant", b"").decode(),
         priority=cast(Priority, f[b"priority"].decode()),
         client_id=f.get(b"client_id", b"").decode(),
