@@ -69,13 +69,14 @@ context: Final = Context()
 
 def _configure(host: str) -> None:
     defaults = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    if not _has_rdma():
+    if not has_rdma():
         defaults |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": device_of(host), "UCX_RNDV_SCHEME": "put_zcopy"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
-def _has_rdma() -> bool:
+def has_rdma() -> bool:
+    """Whether this host has RDMA devices: then UCX chooses, and its listener may not be a TCP port."""
     with suppress(OSError):
         return any(Path("/sys/class/infiniband").iterdir())
     return False

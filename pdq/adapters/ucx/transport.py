@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from socket import AF_INET
 from typing import Any, Final
 
 from pdq.adapters.buffers import fitting_all
-from pdq.adapters.ucx.context import CONNECT_S, confine, context, device_of, lean
+from pdq.adapters.ucx.context import CONNECT_S, confine, context, device_of, has_rdma, lean
 from pdq.adapters.ucx.link import Link
 from pdq.adapters.ucx.sink import Pull, Sink
 from pdq.adapters.ucx.source import Source
@@ -108,8 +109,13 @@ class UcxTransport:
     async def _connect(self, address: Address) -> tuple[Link, Sink]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(*address, family=2)
-            endpoint = await context.api.create_endpoint(found[0][4][0], address[1], connect_timeout=CONNECT_S)
+            found = await loop.getaddrinfo(*address, family=AF_INET)
+            host = str(found[0][4][0])
+            if not has_rdma():
+                # UCX loses the news of a refused connection now and then, and waits for its timeout.
+                _, probe = await asyncio.open_connection(host, address[1])
+                probe.close()
+            endpoint = await context.api.create_endpoint(host, address[1], connect_timeout=CONNECT_S)
         except (OSError, ValueError, RuntimeError, context.api.exceptions.UCXError) as error:
             self._outgoing.pop(address, None)
             raise PeerLost(f"no UCX connection to {address[0]}:{address[1]}: {error!r}") from lean(error)
