@@ -69,7 +69,8 @@ class JobQueue(Protocol):
 
         Raises:
             Overloaded: the stream's limit is reached.
-            Unavailable: the broker does not answer.
+            Unavailable: the broker does not answer. It may have the job all the same, or get it when it is back: try
+                again with the same ``message_id``.
             InvalidMessage: over the broker's size limit.
         """
 
