@@ -24,6 +24,8 @@ from pdq.core.messages import ChatMessage
 from pdq.ports import Tokenizer
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG_TEXT: Final = 4_000
+"""Characters."""
 UNSTREAMABLE_DECODERS: Final = frozenset({"BPEDecoder", "CTC"})
 """With these the text of a token depends on its neighbours, so that no text is certain before the next token."""
 
@@ -78,7 +80,11 @@ class HuggingFaceTokenizer:
         return self._digest
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # ``encode`` keeps all other threads waiting, for seconds if the text is long; the batch call does not, at the
+        # price of a thread pool. "Fast" leaves out offsets, which nobody reads here.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens)

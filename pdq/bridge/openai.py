@@ -253,10 +253,13 @@ def sampling_of(request: Request, prompt_length: int, max_context: int, max_outp
         )
     if max_tokens is not None and max_tokens > max_output:
         raise InvalidRequest(f"{field} is {max_tokens}, and this server allows {max_output} at most", field=field)
+    limit = min(room, max_output) if max_tokens is None else max_tokens
+    if (request.min_tokens or 0) > limit:
+        raise InvalidRequest(f"min_tokens is {request.min_tokens}, but {field} is {limit}", field="min_tokens")
     chosen = {name: value for name in SAME_IN_SAMPLING if (value := getattr(request, name)) is not None}
     stop = request.stop
     return Sampling(
-        max_tokens=min(room, max_output) if max_tokens is None else max_tokens,
+        max_tokens=limit,
         seed=random.getrandbits(63) if request.seed is None else request.seed,
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),

@@ -234,19 +234,22 @@ class InFlight:
         records = await self._ledger.read_many([stream.key for stream in silent])
         for stream, record in zip(silent, records, strict=True):
             if not stream.ended and stream.key.request_id in self._streams:
-                self._compare(stream, record, self._clock())
+                await self._compare(stream, record)
 
-    def _compare(self, stream: Stream, record: Record | None, now: float) -> None:
-        stream.seen_at = now
+    async def _compare(self, stream: Stream, record: Record | None) -> None:
+        stream.seen_at = self._clock()
         if record is not None and not record.state.terminal:
             return
-        if record is not None and record.state is State.DONE and stream.worker and not stream.asked_for_end:
-            # It went well, and only its last frames are lost: its worker still has them.
+        if record is not None and record.state is State.DONE and not stream.asked_for_end:
+            # It went well, and only its last frames are lost: the worker that ended it still has them.
             stream.asked_for_end = True
-            self._resend(stream, stream.assembler.next_seq)
+            log_entries = await self._ledger.history(stream.key)
+            stream.worker = log_entries[-1].worker if log_entries else stream.worker
+            if stream.worker and not stream.ended:
+                self._resend(stream, stream.assembler.next_seq)
             return
         self._metrics.silences += 1
-        self._take(stream, self._entry(stream, _end_of(record, stream.assembler.next_seq)), now)
+        self._take(stream, self._entry(stream, _end_of(record, stream.assembler.next_seq)), self._clock())
 
     def _entry(self, stream: Stream, end: End) -> TokenEntry:
         return TokenEntry(stream.key.request_id, stream.assembler.next_seq, end=end)
@@ -265,7 +268,7 @@ def _end_of(record: Record | None, delivered: int) -> End:
         return End(state="failed", error=lost)
     usage = Usage(record.prompt_tokens, delivered)
     if record.state is State.DONE:
-        if delivered == record.emitted and record.ended_code in ("stop", "length"):
+        if delivered >= record.emitted and record.ended_code in ("stop", "length"):
             return End(state="done", finish_reason="stop" if record.ended_code == "stop" else "length", usage=usage)
         text = f"the request is done, but {record.emitted - delivered} of its {record.emitted} tokens are lost"
         return End(state="failed", usage=usage, error=Failure(errors.StreamLost.code, text))

@@ -68,7 +68,10 @@ def test_a_rendered_chat_equals_that_of_transformers(tmp_path: Path, template: s
     )
 
 
-@pytest.mark.parametrize("text", ["", " ", "hello world", "  two  spaces ", "日本語 😀", "<s> hello</s>", "a\nb\t\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "hello world", "  two  spaces ", "日本語 😀", "<s> hello</s>", "a\nb\t\x00", "long, <s>日本 " * 1000],
+)
 def test_ids_and_text_equal_those_of_transformers(tmp_path: Path, text: str) -> None:
     directory = write(tmp_path)
     ours, theirs = load_tokenizer(directory), PreTrainedTokenizerFast.from_pretrained(directory)

@@ -10,7 +10,7 @@ from pdq.core.errors import Overloaded, PdqError, Unavailable
 from pdq.core.handoff import State
 from pdq.core.settings import QueueSettings
 from pdq.ports import Pool
-from tests.unit.bridge.harness import MESSAGES, MODEL, rig, settings
+from tests.unit.bridge.harness import MESSAGES, MODEL, rig, settings, until
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -62,6 +62,7 @@ TABLE: list[tuple[str, bytes, int, str | None]] = [
     (CHAT, chat(max_tokens=10**400), 400, "max_tokens"),
     (CHAT, chat(max_tokens=5, max_completion_tokens=6), 400, "max_tokens"),
     (CHAT, chat(max_tokens=100_000), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=5, min_tokens=6), 400, "min_tokens"),
     (CHAT, chat(n=3), 400, "n"),
     (CHAT, chat(n=0), 400, "n"),
     (CHAT, chat(seed=2**70), 400, "seed"),
@@ -245,6 +246,21 @@ async def test_a_job_that_cannot_be_published_fails_its_record_and_asks_to_come_
     record = await world.record(request_id)
     assert record.state is State.FAILED
     assert record.ended_code == error.code
+
+
+async def test_a_fault_in_the_bridge_is_a_500_without_its_details_and_ends_the_record() -> None:
+    class Broken(MemoryQueue):
+        async def publish(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("secret detail")
+
+    async with rig(queue=Broken(QueueSettings())) as world, world.http() as client:
+        answer = await client.post(CHAT, content=chat())
+        request_id = answer.headers["x-request-id"]
+        await until(lambda: request_id in world.cancelled())
+        assert (await world.record(request_id)).state is State.CANCELLED
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
 
 
 async def test_readiness_names_what_is_missing() -> None:

@@ -263,13 +263,16 @@ async def test_a_silent_stream_whose_request_runs_is_left_alone() -> None:
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER
 
 
-async def test_lost_last_frames_of_a_request_that_is_done_are_asked_for_first() -> None:
+@pytest.mark.parametrize("heard", ["abc", ""])
+async def test_lost_last_frames_of_a_request_that_is_done_are_asked_for_first(heard: str) -> None:
     async def lose_the_end(world: Rig, _: PrefillJob, sender: Sender) -> None:
         await sender.begin()
-        await sender.send(sender.entry(0, "abc"))
+        await sender.send(sender.entry(0, heard))
         await sender.finish("stop", 6)
         await until(lambda: bool(world.resends()))
-        await sender.send(sender.entry(world.resends()[0].seq, "def", end=sender.done(6)))
+        seq = world.resends()[0].seq
+        assert seq == len(heard)
+        await sender.send(sender.entry(seq, "abcdef"[seq:], end=sender.done(6)))
 
     async with rig(lose_the_end, config=SHORT_SILENCE) as world, world.http() as client:
         answer = await client.post(CHAT, json=BODY)
