@@ -45,7 +45,7 @@ class Accept:
         try:
             return await self._complete(delivery, queue)
         except BadInput as error:
-            await self._refuse(delivery, error)
+            await self.refuse(delivery, error)
             raise
 
     async def _complete(self, delivery: Delivery, queue: Queue) -> tuple[PrefillJob, RecordKey]:
@@ -59,6 +59,8 @@ class Accept:
         return await self._from_producer(job, delivery, queue)
 
     async def _from_producer(self, job: PrefillJob, delivery: Delivery, queue: Queue) -> tuple[PrefillJob, RecordKey]:
+        if not names.publishable(job.reply_to):
+            raise InvalidMessage(f"reply_to {job.reply_to!r} is a subject of pdq's own or of the broker's")
         if job.output_so_far:
             raise InvalidMessage("output_so_far is for pdq's own workers; leave it out")
         tokens = await self._tokens(job)
@@ -120,8 +122,9 @@ class Accept:
             )
         return wanted or min(left, self._parts.settings.engine.max_output_tokens)
 
-    async def _refuse(self, delivery: Delivery, error: BadInput) -> None:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, PdqError):
+    async def refuse(self, delivery: Delivery, error: PdqError) -> None:
+        """Tell the requester of a job without a record, if the job says who that is."""
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, PdqError):
             addressed = msgspec.json.decode(delivery.data, type=_Addressed)
             if not names.publishable(addressed.reply_to):
                 return

@@ -85,6 +85,9 @@ class PrefillStage:
 
         try:
             await self._conductor.conduct(key, Event.BEGIN, body, give_back)
+        except errors.RecordNotFound as error:
+            await self._accept.refuse(delivery, error)
+            raise
         except errors.IllegalTransition:
             await self._conductor.settle(key, self._recovery.begun_before(job, key, Queue.PREFILL))
 
