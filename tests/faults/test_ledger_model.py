@@ -129,7 +129,9 @@ def _is(lease: tuple[str, int, int] | None, epoch: int | None, now: int) -> bool
 
 
 requests = st.sampled_from(REQUESTS)
-actors = st.sampled_from((*SOURCES, *SINKS, ""))
+HOLDER = "the holder"
+"""Stands for whoever holds the lease in question: the authors that matter most shall come often."""
+actors = st.sampled_from((HOLDER, *SOURCES, *SINKS, ""))
 sides = st.sampled_from(Side)
 
 
@@ -178,15 +180,15 @@ class Storm(RuleBasedStateMachine):
     def claim(self, request: str, worker: str) -> None:
         self.take(Event.CLAIM, request, worker)
 
-    @rule(request=requests, source=st.sampled_from(SOURCES), sink=st.sampled_from(SINKS))
-    def proceed(self, request: str, source: str, sink: str) -> None:
+    @rule(request=requests, source=st.sampled_from(SOURCES), sink=st.sampled_from(SINKS), adopt=st.booleans())
+    def proceed(self, request: str, source: str, sink: str, adopt: bool) -> None:
         """The next step of a request that nobody disturbs: without it, few storms would get far."""
         record = self.records[request]
         match record.state:
             case "queued":
                 self.take(Event.BEGIN, request, source)
             case "prefilling" if record.source:
-                self.act(request, record.source[0], Event.READY)
+                self.act(request, HOLDER, Event.ADOPT if adopt else Event.READY)
             case "ready" if record.sink:
                 self.act(request, record.sink[0], Event.FETCHED)
             case "ready":
@@ -210,6 +212,8 @@ class Storm(RuleBasedStateMachine):
 
     def act(self, request: str, worker: str, event: Event) -> None:
         """With the epoch that this worker got last, however old; nobody in particular names none."""
+        if worker == HOLDER:
+            worker = (self.records[request].resting() or ("", 0, 0))[0]
         epoch = self.epochs.get((request, worker), 0) if worker else None
         outcome = self.run(self.ledger.apply(self.key(request), event, epoch=epoch, worker=worker))
         allowed = self.records[request].act(event.value, worker, epoch, self.now)
@@ -217,7 +221,8 @@ class Storm(RuleBasedStateMachine):
 
     @rule(request=requests, worker=actors, side=sides, emitted=st.integers(0, 9), release=st.booleans())
     def touch(self, request: str, worker: str, side: Side, emitted: int, release: bool) -> None:
-        epoch = self.epochs.get((request, worker), 0)
+        lease = self.side(request, side)
+        epoch = lease[1] if lease and worker == HOLDER else self.epochs.get((request, worker), 0)
         call = (
             self.ledger.release(self.key(request), side, epoch)
             if release
@@ -231,9 +236,10 @@ class Storm(RuleBasedStateMachine):
         elif allowed:
             self.records[request].emitted = emitted
 
-    @rule(worker=st.sampled_from((*SOURCES, *SINKS)), side=sides)
-    def renew(self, worker: str, side: Side) -> None:
-        holds = [Hold(self.key(r), side, self.epochs[r, worker]) for r in REQUESTS if (r, worker) in self.epochs]
+    @rule(side=sides)
+    def renew(self, side: Side) -> None:
+        """Everyone, with every epoch that they still believe in."""
+        holds = [Hold(self.key(request), side, epoch) for (request, _), epoch in self.epochs.items()]
         lost = self.run(self.ledger.renew(holds, TTL))
         for hold in holds:
             lease = self.side(hold.key.request_id, side)
@@ -249,7 +255,12 @@ class Storm(RuleBasedStateMachine):
         record.source = record.source if record.source and self.now < record.source[2] else None
         record.sink = record.sink if record.sink and self.now < record.sink[2] else None
 
-    @rule(ms=st.sampled_from([1, 50, 100, TTL - 1, TTL, 1_000]))
+    @rule(request=requests, off=st.sampled_from([-1, 0, 1]))
+    def lapse(self, request: str, off: int) -> None:
+        """Time passes until just before, at, or just after the moment when something of this request runs out."""
+        self.step(max(0, self.records[request].expiry() + off - self.now))
+
+    @rule(ms=st.sampled_from([1, 100, TTL, 1_000]))
     def step(self, ms: int) -> None:
         self.now += ms
         self.run(self.client.set(CLOCK_KEY, self.now))
@@ -293,7 +304,7 @@ def test_no_storm_makes_the_ledger_and_the_contract_disagree(valkey: Server) -> 
             run_state_machine_as_test(
                 machine,
                 settings=settings(
-                    max_examples=80,
+                    max_examples=60,
                     stateful_step_count=30,
                     deadline=None,
                     derandomize=True,
