@@ -4,7 +4,8 @@ It keeps to the whole contract: secrets, epochs, waiting for chunks that are not
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdq.adapters.buffers import copied, fitting, fitting_all, hashed
@@ -15,13 +16,14 @@ from pdq.ports import Buffer, ChunkPlan, Fetched, HandoffRef, Locator
 
 @dataclass
 class _Held:
-    """One handoff on offer. ``changed`` wakes whoever waits for a chunk, or for the last reader to go."""
+    """One handoff on offer. ``changed`` wakes whoever waits for a chunk, ``unread`` a release when the last reader goes."""
 
     ref: HandoffRef
     chunks: dict[int, tuple[list[memoryview], str]] = field(default_factory=dict)
-    readers: int = 0
+    readers: set[object] = field(default_factory=set)
     released: bool = False
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    unread: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -56,7 +58,10 @@ class MemoryTransport:
         if held is None:
             held = self._mine[place] = self._world.handoffs[place] = _Held(ref)
         if index not in held.chunks:
-            digest = await hashed(views)
+            async with self._reading(held):
+                digest = await hashed(views)
+            if held.released:
+                raise HandoffUnknown(f"{ref.key.request_id} was released while its chunk {index} was offered")
             async with held.changed:
                 held.chunks.setdefault(index, (views, digest))
                 held.changed.notify_all()
@@ -81,21 +86,23 @@ class MemoryTransport:
         if held.released:
             raise HandoffUnknown(f"{ref.key.request_id} epoch {ref.epoch} was released during the fetch")
         views, announced = held.chunks[index]
-        held.readers += 1
-        try:
+        async with self._reading(held):
             await copied(views, target)
-        finally:
-            held.readers -= 1
-            if held.released and not held.readers:
-                await asyncio.shield(self._wake(held))
         if (landed := await hashed(target)) != announced:
             raise DigestMismatch(f"chunk {index} of {ref.key.request_id} landed as {landed}, announced as {announced}")
         return landed
 
     @staticmethod
-    async def _wake(held: _Held) -> None:
-        async with held.changed:
-            held.changed.notify_all()
+    @asynccontextmanager
+    async def _reading(held: _Held) -> AsyncIterator[None]:
+        """Inside, a release waits."""
+        held.readers.add(reader := object())
+        try:
+            yield
+        finally:
+            held.readers.discard(reader)
+            if not held.readers:
+                held.unread.set()
 
     async def release(self, ref: HandoffRef) -> None:
         held = self._mine.pop((ref.key, ref.epoch), None)
@@ -105,7 +112,9 @@ class MemoryTransport:
         held.released = True
         async with held.changed:
             held.changed.notify_all()
-            await held.changed.wait_for(lambda: not held.readers)
+        if held.readers:
+            held.unread.clear()
+            await held.unread.wait()
 
     def holding(self) -> Sequence[HandoffRef]:
         return [held.ref for held in self._mine.values()]

@@ -28,6 +28,8 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.ended = False
+        self.cut = False
+        """Ended by this side, while UCX still had the peer: its last writes cannot be ruled out."""
         self._listener = asyncio.create_task(self._listen())
 
     # --- Messages -----------------------------------------------------------------------------------------------------
@@ -87,6 +89,7 @@ class Link:
         if self.ended:
             return
         self.ended = True
+        self.cut = not self._endpoint.closed
         await self._endpoint.close()
         self._on_end(self)
         await asyncio.wait({self._listener})

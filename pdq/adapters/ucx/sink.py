@@ -152,14 +152,14 @@ class Pull:
     async def _land(self, batch: _Batch) -> None:
         """Wait for the answer and the pieces of one batch, then hash them; after a chunk's last batch, compare."""
         waiting: list[asyncio.Future[object]] = [batch.answer, *batch.receives]  # type: ignore[list-item]
-        _, missing = await asyncio.wait(waiting, timeout=self._timeout_s)
+        done, missing = await asyncio.wait(waiting, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        for ended in done:
+            ended.result()
         if missing:
             raise PeerLost(f"nothing of chunk {batch.chunk} of {self._ref.key.request_id} within {self._timeout_s} s")
         answer = batch.answer.result()
         if answer.status is not wire.Status.OK:
             raise HandoffUnknown(f"the source does not hold {self._ref.key.request_id} epoch {self._ref.epoch}")
-        for receive in batch.receives:
-            receive.result()
         self._open.popleft()
         for piece in batch.pieces:
             if piece.scatter:
@@ -197,21 +197,16 @@ class Pull:
 
     async def _settle(self) -> bool:
         receives = [receive for batch in self._open for receive in batch.receives]
-        if any(not receive.done() for receive in receives) and not self._link.ended:
+        if not self._link.ended and not all(receive.done() for receive in receives):
             self._link.say(wire.Cancel(tuple(batch.number for batch in self._open)))
             await asyncio.wait(receives, timeout=SETTLE_S)
-        if all(receive.done() for receive in receives) and not self._broken(receives):
+        if all(receive.done() and receive.exception() is None for receive in receives):
             return True
-        lost = all(receive.done() for receive in receives)
+        # The connection broke, or the source is silent. Either way UCX has to let go of the endpoint first.
         await self._link.close()
-        if not lost:
-            context.abandon([piece for batch in self._open for piece in batch.pieces])
-        return lost
-
-    @staticmethod
-    def _broken(receives: list[asyncio.Task[None]]) -> bool:
-        """Some ended because the connection did: only when UCX has let go of the endpoint is it over."""
-        return any(receive.exception() is not None for receive in receives)
+        if self._link.cut:
+            context.abandon([piece.memory for batch in self._open for piece in batch.pieces])
+        return not self._link.cut
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[_Piece]:

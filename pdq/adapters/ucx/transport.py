@@ -100,6 +100,8 @@ class UcxTransport:
         connecting = self._outgoing.get(address)
         if connecting is None:
             connecting = self._outgoing[address] = asyncio.create_task(self._connect(address))
+            # Whoever waits for it may have been cancelled.
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(connecting)
