@@ -172,7 +172,8 @@ class Bridge:
             if isinstance(error, errors.Refused):
                 log.warning("request %s is refused: %s", exchange.request_id, error)
             self.metrics.refusals.labels(error.code).inc()
-            exchange.channel.answer(refusal.refusal(error))
+            if not exchange.channel.started:  # a request that is just being accepted may have been aborted
+                exchange.channel.answer(refusal.refusal(error))
         except Exception:
             log.exception("request %s: a fault in the bridge", exchange.request_id)
             if exchange.channel.started:

@@ -27,12 +27,25 @@ SWEEP_S: Final = 0.5
 CANCEL_TRIES: Final = 6
 BRIDGE: Final = "bridge"
 """The worker name in the log entries of records that the bridge ends."""
+GOING: Final = "the bridge is shutting down"
 
 
 class Stream:
     """One accepted request, from its record's creation to its end."""
 
-    __slots__ = ("asked_for_end", "assembler", "first_at", "key", "mode", "opened_at", "reply", "seen_at", "worker")
+    __slots__ = (
+        "aborted",
+        "asked_for_end",
+        "assembler",
+        "first_at",
+        "key",
+        "mode",
+        "opened_at",
+        "reply",
+        "seen_at",
+        "submitted",
+        "worker",
+    )
 
     def __init__(self, key: RecordKey, mode: str, reply: Reply, now: float) -> None:
         self.key = key
@@ -43,6 +56,9 @@ class Stream:
         """Who sent the last entry: the one to ask for what is missing."""
         self.opened_at = self.seen_at = now
         self.first_at = 0.0
+        self.submitted = False
+        """Record and job are out."""
+        self.aborted = False
         self.asked_for_end = False
 
     @property
@@ -79,7 +95,7 @@ class InFlight:
 
     async def close(self) -> None:
         """Cancel what is still in flight, finish what was promised (cancellations), stop listening."""
-        self.abort("the bridge is shutting down")
+        self.abort()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._sweeper is not None:
@@ -174,24 +190,26 @@ class InFlight:
             self._forget(stream, None, self._clock())
             self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(why)))
 
-    def fail(self, stream: Stream, error: errors.PdqError) -> asyncio.Task[None]:
-        """The request was recorded, but its job could not be published."""
+    def fail(self, stream: Stream, error: errors.PdqError) -> None:
+        """The request may have been recorded, but its job could not be published."""
         self._forget(stream, End(state="failed"), self._clock())
-        return self._keep(self._end_record(stream.key, Event.FAIL, error))
+        self._keep(self._end_record(stream.key, Event.FAIL, error))
 
     def submitted(self, stream: Stream) -> None:
-        """Record and job are out. If the stream was ended meanwhile, its end found no record yet: end it now."""
-        if stream.ended:
-            self._keep(
-                self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled("ended while it was accepted"))
-            )
+        """Record and job are out. A stream that was aborted meanwhile had no record to end then: it has one now."""
+        stream.submitted = True
+        stream.seen_at = self._clock()
+        if stream.aborted:
+            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(GOING)))
 
-    def abort(self, why: str) -> None:
-        """End every stream now, with an error that the client sees."""
+    def abort(self) -> None:
+        """The bridge goes: end every stream now, with an error that the client sees."""
         for stream in list(self._streams.values()):
-            end = End(state="cancelled", error=Failure(errors.Unavailable.code, why, retryable=True))
+            stream.aborted = True
+            end = End(state="cancelled", error=Failure(errors.Unavailable.code, GOING, retryable=True))
             self._take(stream, self._entry(stream, end), self._clock())
-            self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(why)))
+            if stream.submitted:
+                self._keep(self._end_record(stream.key, Event.CANCEL, errors.RequestCancelled(GOING)))
 
     async def _end_record(self, key: RecordKey, event: Event, error: errors.PdqError) -> None:
         """Write the end, then tell the workers. If the ledger stays away, the deadline ends the record."""
@@ -200,7 +218,7 @@ class InFlight:
             try:
                 await self._ledger.apply(key, event, worker=BRIDGE, changes=changes)
                 break
-            except (errors.RecordEnded, errors.RecordNotFound):
+            except errors.LedgerRefusal:  # it has ended already, or was never written
                 return
             except errors.Unavailable as unavailable:
                 log.warning("request %s cannot be ended now: %s", key.request_id, unavailable)
@@ -219,6 +237,8 @@ class InFlight:
                 await self.sweep()
             except errors.Unavailable as error:
                 log.warning("silent streams cannot be compared with their records: %s", error)
+            except Exception:  # without its sweep the bridge would keep none of its promises
+                log.exception("a sweep failed")
 
     async def sweep(self) -> None:
         """Ask again for gaps; compare streams that have been silent for too long with their records."""
@@ -227,7 +247,7 @@ class InFlight:
         for stream in self._streams.values():
             if stream.assembler.gap:
                 self._ask_again(stream, now)
-            if now - stream.seen_at >= self._silence_s:
+            if stream.submitted and now - stream.seen_at >= self._silence_s:
                 silent.append(stream)
         if not silent:
             return
@@ -254,11 +274,10 @@ class InFlight:
     def _entry(self, stream: Stream, end: End) -> TokenEntry:
         return TokenEntry(stream.key.request_id, stream.assembler.next_seq, end=end)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _end_of(record: Record | None, delivered: int) -> End:

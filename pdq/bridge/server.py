@@ -91,7 +91,7 @@ async def serve(
         server.should_exit = True
         await _either(serving, lifecycle.stopped)
     finally:
-        bridge.in_flight.abort("the bridge is shutting down")
+        bridge.in_flight.abort()
         server.should_exit = True
         await asyncio.wait({serving}, timeout=CLOSE_S)
         server.force_exit = True

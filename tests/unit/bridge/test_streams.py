@@ -8,11 +8,14 @@ import httpx
 import pytest
 from openai import APIError, InternalServerError
 
+from pdq.adapters.memory.bus import MemoryBus
 from pdq.adapters.memory.ledger import MemoryLedger
+from pdq.bridge.metrics import Metrics
+from pdq.bridge.requests import InFlight
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
-from pdq.core.messages import End, Failure, PrefillJob, Resend
-from pdq.ports import Changes, Record
+from pdq.core.messages import End, Failure, PrefillJob, Resend, TokenEntry
+from pdq.ports import Changes, NewRecord, Record
 from tests.unit.bridge.harness import ANSWER, MESSAGES, MODEL, Rig, Sender, rig, settings, speak, until
 
 CHAT = "/v1/chat/completions"
@@ -343,6 +346,52 @@ async def test_the_last_stage_ends_streams_with_an_error_and_cancels_them() -> N
     assert request_id is not None
     assert (await world.record(request_id)).state is State.CANCELLED
     assert world.cancelled() == [request_id]
+
+
+class SlowLedger(MemoryLedger):
+    def __init__(self) -> None:
+        super().__init__(SHORT_SILENCE.lease)
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def enqueue(self, new: NewRecord) -> tuple[Record, bool]:
+        self.asked.set()
+        await self.gate.wait()
+        return await super().enqueue(new)
+
+
+async def test_a_request_that_is_aborted_while_it_is_accepted_ends_cancelled() -> None:
+    ledger = SlowLedger()
+    async with rig(ledger=ledger) as world, world.http() as client:
+        asking = asyncio.create_task(client.post(CHAT, json=BODY))
+        await ledger.asked.wait()
+        world.lifecycle.stop()
+        answer = await asking
+        assert answer.status_code == 503
+        ledger.gate.set()
+        assert world.serving is not None
+        await world.serving
+    assert (await world.record(answer.headers["x-request-id"])).state is State.CANCELLED
+
+
+async def test_a_request_that_is_still_being_recorded_is_not_taken_for_a_lost_one() -> None:
+    class Nowhere:
+        def deliver(self, entries: Sequence[TokenEntry]) -> None:
+            raise AssertionError(f"{entries} delivered")
+
+    now = 0.0
+    in_flight = InFlight(
+        owner="test",
+        ledger=MemoryLedger(SHORT_SILENCE.lease),
+        bus=MemoryBus(),
+        metrics=Metrics(),
+        silence_s=5,
+        clock=lambda: now,
+    )
+    stream = in_flight.open(RecordKey(MODEL, "1"), "disaggregated", Nowhere(), now)
+    now = 100.0
+    await in_flight.sweep()
+    assert len(in_flight) == 1
+    assert not stream.ended
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------
