@@ -3,8 +3,8 @@
     python -m tests.perf.transport [--rounds 5] [--only shm,ucx,redis]
 
 All contenders take turns within each round, so that a busy machine slows them alike; medians are reported, and ratios to
-the yardstick that the contender is held to. ``fetch`` is what a sink waits for; ``both`` adds the source's ``offer``. CPU is
-of both processes together for pdq's transports, of this one alone for the yardsticks. ``stall`` is the longest time that the
+the yardstick that the contender is held to. ``fetch`` is what a sink waits for; ``both`` adds the source's ``offer``. CPU
+is of both processes for pdq's transports, of this one alone for the yardsticks. ``stall`` is the longest time that the
 event loop of either was late, beside that of an idle loop.
 """
 
