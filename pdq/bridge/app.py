@@ -85,11 +85,10 @@ class Exchange:
             ClientGone: before it was complete.
         """
         announced = self.headers.get(b"content-length", b"")
-        too_large = refusal.BodyTooLarge(f"the body is longer than the {limit} bytes that this server takes at most")
         if announced.isdigit() and int(announced) > limit:
             if b"expect" not in self.headers:
                 await self._discard()
-            raise too_large
+            raise _too_large(limit)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -98,7 +97,7 @@ class Exchange:
             if size > limit:
                 if more:
                     await self._discard()
-                raise too_large
+                raise _too_large(limit)
             parts.append(part)
             if not more:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -353,6 +352,10 @@ class Bridge:
 
     async def _metrics(self, exchange: Exchange) -> None:
         exchange.channel.answer(refusal.Reply(200, self.metrics.render(), [(b"content-type", CONTENT_TYPE)]))
+
+
+def _too_large(limit: int) -> refusal.BodyTooLarge:
+    return refusal.BodyTooLarge(f"the body is longer than the {limit} bytes that this server takes at most")
 
 
 def _reply(exchange: Exchange, request: openai.Request, dialect: sse.Dialect) -> Reply:
