@@ -34,7 +34,7 @@ def demo(
         with tempfile.TemporaryDirectory(prefix="pdq-demo-") as directory, Waiting() as waiting:
             plan = make_plan(0, 1, 1, model, engine, "disaggregated", Path(directory))
             stack = Stack(plan, waiting.progress)
-            async with stack.running():
+            async with stack.running(lifecycle.stopped):
                 waiting.done()
                 print(f"pdq is up: one prefill worker, one decode worker, {plan.model.name} at {stack.url}/v1\n")
                 print(f"> {question}\n", flush=True)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,35 +33,11 @@ def bridge(
     Validates, tokenizes and admits requests, publishes them to NATS and streams the tokens to the client. Any number of
     bridges may run side by side. On SIGTERM it takes no new requests and lets the running streams finish.
     """
-    from pdq import runtime
-    from pdq.adapters.tokenizer import load_tokenizer
-    from pdq.bridge.app import Parts
-    from pdq.bridge.server import serve
-    from pdq.connect import connect
-    from pdq.core.ids import mint_worker_id
-    from pdq.core.settings import load
-
     chosen = prepare(resolve(model, engine))
     overrides = {"PDQ_BRIDGE_HOST": host, "PDQ_BRIDGE_PORT": None if port is None else str(port)}
     environ = environment(state_dir) | {name: value for name, value in overrides.items() if value is not None}
-    settings = load(environ)
-    owner = mint_worker_id("bridge")
-
-    async def run(lifecycle: runtime.Lifecycle) -> None:
-        tokenizers = {chosen.name: load_tokenizer(chosen.directory)}
-        async with connect(settings, owner) as system:
-            parts = Parts(
-                queue=system.queue,
-                ledger=system.ledger,
-                bus=system.bus,
-                registry=system.registry,
-                tokenizers=tokenizers,
-                settings=settings,
-                owner=owner,
-            )
-            await serve(parts, lifecycle)
-
-    raise typer.Exit(runtime.run(owner, run))
+    argv = bridge_command(chosen)
+    os.execve(argv[0], argv, environ)
 
 
 def worker(
@@ -85,12 +60,18 @@ def worker(
 
 def worker_command(pool: Pool, model: Model, engine: Engine, worker_id: str | None = None) -> list[str]:
     """The program that runs one worker."""
-    directory: Path | None = model.directory
-    return [
-        *(sys.executable, "-m", f"workers.{engine}", pool.value, "--model", model.name),
-        *(("--directory", str(directory)) if directory is not None else ()),
-        *(("--id", worker_id) if worker_id is not None else ()),
-    ]
+    identity = ("--id", worker_id) if worker_id is not None else ()
+    return [sys.executable, "-m", f"workers.{engine}", pool.value, *_model_arguments(model), *identity]
+
+
+def bridge_command(model: Model) -> list[str]:
+    """The program that runs one bridge."""
+    return [sys.executable, "-m", "pdq.bridge", *_model_arguments(model)]
+
+
+def _model_arguments(model: Model) -> tuple[str, ...]:
+    directory = ("--directory", str(model.directory)) if model.directory is not None else ()
+    return ("--model", model.name, *directory)
 
 
 def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:

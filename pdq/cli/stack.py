@@ -26,7 +26,7 @@ import msgspec
 from pdq.adapters.processes import Child, Server, nats_server, valkey_server
 from pdq.cli.find import ENV_FILE
 from pdq.cli.models import Engine, Model, prepare
-from pdq.cli.programs import worker_command
+from pdq.cli.programs import bridge_command, worker_command
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Unavailable
 from pdq.ports import Pool
@@ -93,8 +93,8 @@ class Stack:
         return self._environ
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator["Stack"]:
-        """Up and able to serve, until the block ends.
+    async def running(self, hurry: asyncio.Event) -> AsyncIterator["Stack"]:
+        """Up and able to serve, until the block ends. Then everything drains, unless ``hurry`` is set.
 
         Raises:
             InvalidSettings: another stack uses the state directory, or the port is taken.
@@ -112,7 +112,7 @@ class Stack:
                 yield self
             finally:
                 self._stopping = True
-                await self._stop()
+                await self._stop(hurry)
                 (self._plan.state_dir / ENV_FILE).unlink(missing_ok=True)
 
     async def supervise(self) -> None:
@@ -153,21 +153,13 @@ class Stack:
         # More compute threads than cores make every one of them several times slower.
         self._environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(workers, 1))))
         self._environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._part("reaper", self._pdq("reaper"))
+        self._part("reaper", [sys.executable, "-m", "pdq.cli", "reaper"])
         for pool, count in ((Pool.PREFILL, plan.prefill), (Pool.DECODE, plan.decode)):
             for number in range(count):
                 self._part(f"{pool}-{number}", worker_command(pool, self._model, plan.engine))
-        model = str(self._model.directory or self._model.name)
-        self._part(
-            "bridge",
-            [
-                *self._pdq("bridge"),
-                *("--engine", plan.engine, "--model", model, "--host", plan.host, "--port", str(plan.port)),
-            ],
-        )
-
-    def _pdq(self, command: str) -> list[str]:
-        return [sys.executable, "-m", "pdq.cli", command]
+        self._environ["PDQ_BRIDGE_HOST"] = plan.host
+        self._environ["PDQ_BRIDGE_PORT"] = str(plan.port)
+        self._part("bridge", bridge_command(self._model))
 
     def _part(self, name: str, argv: Sequence[str]) -> None:
         part = Part(Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ))
@@ -203,18 +195,20 @@ class Stack:
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 
-    async def _stop(self) -> None:
+    async def _stop(self, hurry: asyncio.Event) -> None:
+        hurrying = asyncio.ensure_future(self._hurry(hurry))
         order = ("bridge", "prefill", "decode", "reaper")
         for kind in order:
             children = [part.child for part in self._parts if part.child.name.startswith(kind)]
             await asyncio.gather(*(child.stop(GRACE_S) for child in children))
         for server in reversed(self._servers):
             await server.stop()
+        hurrying.cancel()
 
-    def hurry(self) -> None:
-        """The second signal: nothing is waited for any more."""
+    async def _hurry(self, hurry: asyncio.Event) -> None:
+        await hurry.wait()
         for part in self._parts:
-            part.child.signal(signal.SIGTERM)
+            part.child.signal(signal.SIGTERM)  # their second one, or soon followed by it
 
 
 @contextlib.contextmanager

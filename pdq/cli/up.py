@@ -54,7 +54,7 @@ def up(
     async def run(lifecycle: runtime.Lifecycle) -> None:
         with Waiting() as waiting:
             stack = Stack(plan, waiting.progress)
-            async with stack.running():
+            async with stack.running(lifecycle.stopped):
                 waiting.done()
                 print(f"pdq is ready: {stack.url}/v1  (model {plan.model.name}, Ctrl-C stops)", flush=True)
                 print(curl(stack.url, plan.model.name), flush=True)
@@ -92,6 +92,7 @@ class Waiting:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._what = "starting"
+        self._said = ""
         self._timer: asyncio.Task[None] | None = None
 
     def __enter__(self) -> "Waiting":
@@ -103,12 +104,13 @@ class Waiting:
 
     def progress(self, what: str) -> None:
         self._what = what
-        if time.monotonic() - self._started > QUIET_S:
-            self._say()
 
     def done(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+            if self._said and sys.stderr.isatty():
+                print(file=sys.stderr, flush=True)
 
     async def _remind(self) -> None:
         while True:
@@ -116,4 +118,10 @@ class Waiting:
             self._say()
 
     def _say(self) -> None:
-        print(f"[{time.monotonic() - self._started:4.0f} s] {self._what}", file=sys.stderr, flush=True)
+        """On a terminal the seconds tick in place; in a log only news get a line."""
+        line = f"[{time.monotonic() - self._started:4.0f} s] {self._what}"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        elif self._what != self._said:
+            print(line, file=sys.stderr, flush=True)
+        self._said = self._what
