@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,18 @@ def free_port() -> int:
         return port
 
 
+def dying_with_parent() -> Callable[[], None]:
+    """For ``preexec_fn``: the child gets SIGTERM when this process dies, however that happens."""
+    parent = os.getpid()
+
+    def ask_kernel() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask_kernel
+
+
 class Child:
     """One child process. ``start`` returns at once; ``stop`` returns when it is gone."""
 
@@ -43,13 +55,6 @@ class Child:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Child":
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before prctl
-                os._exit(1)
-
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._popen = subprocess.Popen(
@@ -58,7 +63,7 @@ class Child:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self._env,
-                preexec_fn=die_with_parent,
+                preexec_fn=dying_with_parent(),
                 # Ctrl-C in a terminal goes to the whole group; only the parent shall hear it, and stop us in order.
                 start_new_session=True,
             )

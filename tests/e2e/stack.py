@@ -18,6 +18,7 @@ import httpx
 import psutil
 from openai import AsyncOpenAI
 
+from pdq.adapters.processes import dying_with_parent
 from pdq.connect import Connected, connect
 from pdq.core.settings import load
 from pdq.ports import Record, WorkerInfo
@@ -123,7 +124,9 @@ def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
     command = [sys.executable, "-m", "pdq.cli", "up", "--port", "0", "--state-dir", str(state_dir), *options]
     errors = (state_dir.parent / f"{state_dir.name}.stderr").open("w+")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ, preexec_fn=dying_with_parent()
+    )
     assert process.stdout is not None
     stack: Stack | None = None
     try:
