@@ -38,7 +38,7 @@ class UcxTransport:
         return "ucx"
 
     async def start(self) -> None:
-        api = context.acquire(self._host)
+        api = await context.acquire(self._host)
         try:
             self._listener = api.create_listener(self._accept, 0, connect_timeout=CONNECT_S)
         except api.exceptions.UCXError as error:
