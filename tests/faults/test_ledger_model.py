@@ -180,19 +180,26 @@ class Storm(RuleBasedStateMachine):
     def claim(self, request: str, worker: str) -> None:
         self.take(Event.CLAIM, request, worker)
 
-    @rule(request=requests, source=st.sampled_from(SOURCES), sink=st.sampled_from(SINKS), adopt=st.booleans())
-    def proceed(self, request: str, source: str, sink: str, adopt: bool) -> None:
-        """The next step of a request that nobody disturbs: without it, few storms would get far."""
+    @rule(
+        request=requests,
+        source=st.sampled_from(SOURCES),
+        sink=st.sampled_from(SINKS),
+        adopt=st.booleans(),
+        steps=st.integers(1, 4),
+    )
+    def proceed(self, request: str, source: str, sink: str, adopt: bool, steps: int) -> None:
+        """The next steps of a request that nobody disturbs: without them, few storms would get far."""
         record = self.records[request]
-        match record.state:
-            case "queued":
-                self.take(Event.BEGIN, request, source)
-            case "prefilling" if record.source:
-                self.act(request, HOLDER, Event.ADOPT if adopt else Event.READY)
-            case "ready" if record.sink:
-                self.act(request, record.sink[0], Event.FETCHED)
-            case "ready":
-                self.take(Event.CLAIM, request, sink)
+        for _ in range(steps):
+            match record.state:
+                case "queued":
+                    self.take(Event.BEGIN, request, source)
+                case "prefilling":
+                    self.act(request, HOLDER, Event.ADOPT if adopt else Event.READY)
+                case "ready" if record.sink:
+                    self.act(request, HOLDER, Event.FETCHED)
+                case "ready":
+                    self.take(Event.CLAIM, request, sink)
 
     def take(self, event: Event, request: str, worker: str) -> None:
         outcome = self.run(self.ledger.acquire(self.key(request), event, worker, TTL))
@@ -202,12 +209,16 @@ class Storm(RuleBasedStateMachine):
             assert outcome.now_ms == self.now
             self.epochs[request, worker] = outcome.epoch
 
-    @rule(request=requests, worker=actors, event=st.sampled_from(OTHER_EVENTS))
-    def cause(self, request: str, worker: str, event: Event) -> None:
-        self.act(request, worker, event)
+    @rule(request=requests, event=st.sampled_from([*OTHER_EVENTS, Event.FINISH]))
+    def holder_acts(self, request: str, event: Event) -> None:
+        self.act(request, HOLDER, event)
 
-    @rule(request=requests, worker=actors, event=st.sampled_from(ENDS))
-    def end(self, request: str, worker: str, event: Event) -> None:
+    @rule(request=requests, event=st.sampled_from([*OTHER_EVENTS, Event.EXPIRE]))
+    def anyone_acts(self, request: str, event: Event) -> None:
+        self.act(request, "", event)
+
+    @rule(request=requests, worker=actors, event=st.sampled_from([*OTHER_EVENTS, *ENDS]))
+    def someone_acts(self, request: str, worker: str, event: Event) -> None:
         self.act(request, worker, event)
 
     def act(self, request: str, worker: str, event: Event) -> None:
@@ -304,8 +315,8 @@ def test_no_storm_makes_the_ledger_and_the_contract_disagree(valkey: Server) -> 
             run_state_machine_as_test(
                 machine,
                 settings=settings(
-                    max_examples=60,
-                    stateful_step_count=30,
+                    max_examples=100,
+                    stateful_step_count=40,
                     deadline=None,
                     derandomize=True,
                     suppress_health_check=list(HealthCheck),
