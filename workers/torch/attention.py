@@ -41,7 +41,6 @@ class PagedBatch:
 
     def __init__(self, pool: KvPool, spans: list[Span], scratch: "Scratch") -> None:
         self.pool, self.spans, self.scratch = pool, spans, scratch
-        self.tokens = sum(span.count for span in spans)
         size = pool.layout.block_size
         positions = [torch.arange(span.begin, span.begin + span.count, device=pool.device) for span in spans]
         self.positions = torch.cat(positions)
@@ -90,25 +89,22 @@ def paged_attention(
     scaling: float,
     paged: PagedBatch,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface of transformers: ``[1, heads, tokens, head_dim]`` in, ``[1, tokens, heads, head_dim]`` out.
-
-    Rows past ``paged.tokens`` are padding: they take no part, and come out as zero.
-    """
+    """Attention as transformers calls it: ``[1, heads, tokens, head_dim]`` in, ``[1, tokens, heads, head_dim]`` out."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    heads, rows, head_dim = query.shape[1:]
+    heads, _, head_dim = query.shape[1:]
     kv_heads = paged.pool.layout.kv_heads
-    paged.write(layer, key[0, :, : paged.tokens].transpose(0, 1), value[0, :, : paged.tokens].transpose(0, 1))
-    out = query.new_zeros((1, rows, heads, head_dim))
+    paged.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    outputs = []
     at = 0
     for span in paged.spans:
         first = max(0, span.begin - sliding_window + 1) if sliding_window else 0
         keys, values = paged.read(layer, span, first)
         asked = query[0, :, at : at + span.count].view(kv_heads, heads // kv_heads, span.count, head_dim)
-        out[0, at : at + span.count] = _attend(asked, keys, values, span, first, scaling, sliding_window)
+        outputs.append(_attend(asked, keys, values, span, first, scaling, sliding_window))
         at += span.count
-    return out, None
+    return torch.cat(outputs)[None], None
 
 
 def _attend(

@@ -14,6 +14,7 @@ from pdq.core.errors import IncompatibleContract, InvalidSettings
 from pdq.core.layout import Fingerprint, KvLayout
 from pdq.core.settings import EngineSettings
 from workers.torch import attention
+from workers.torch.linear import pack_linear_layers
 from workers.torch.pool import TORCH_DTYPES
 
 hugging_face: Any = transformers
@@ -62,6 +63,9 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
             f"the checkpoint in {directory} lacks weights, or has some of another shape: "
             f"{sorted(report['missing_keys'])[:5]} {sorted(report['mismatched_keys'])[:5]}"
         )
+    module = module.eval().requires_grad_(False).to(device)
+    if device.type == "cpu":
+        pack_linear_layers(module)
     config: Any = module.config
     heads = config.num_attention_heads
     layout = KvLayout(
@@ -79,7 +83,7 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
         dtype=dtype,
     )
     return LoadedModel(
-        module=module.eval().requires_grad_(False).to(device),
+        module=module,
         device=device,
         layout=layout,
         fingerprint=fingerprint,
