@@ -69,10 +69,11 @@ class RedisTier:
     """``KvTransport`` through one Redis server."""
 
     def __init__(self, url: str, settings: TransportSettings) -> None:
-        options: dict[str, Any] = {"protocol": 2, "socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+        options: dict[str, Any] = {"protocol": 2, "socket_connect_timeout": TIMEOUT_S}
         try:
-            self._client: Redis = Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
-            self._pool = ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+            # With a timeout of its own the client uses asyncio.wait_for, which loses cancellations in Python 3.11.
+            self._client: Redis = Redis.from_url(url, socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0), **options)
+            self._pool = ConnectionPool.from_url(url, socket_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), **options)
         except ValueError as error:
             raise InvalidSettings(f"PDQ_REDIS_URL is not a Redis URL: {error}") from error
         self._ttl_ms = int(settings.tier_ttl_s * 1000)
@@ -133,7 +134,8 @@ class RedisTier:
                     return
                 plan = ChunkPlan(msgspec.json.decode(head[b"lengths"], type=tuple[int, ...]))
             keys = [key for index, length in enumerate(plan.lengths) for key, _, _ in _pieces(ref, index, length)]
-            await self._client.unlink(_head(ref), *keys)
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._client.unlink(_head(ref), *keys)
         except (RedisError, OSError):
             return  # the TTL will do it
 
@@ -180,7 +182,8 @@ class RedisTier:
             pause = min(pause * 1.5, longest)
 
     async def _read_head(self, ref: HandoffRef) -> dict[bytes, bytes]:
-        return cast(dict[bytes, bytes], await self._client.hgetall(_head(ref)))
+        async with asyncio.timeout(TIMEOUT_S):
+            return cast(dict[bytes, bytes], await self._client.hgetall(_head(ref)))
 
     @staticmethod
     def _load(stream: "_Stream", ref: HandoffRef, index: int, target: list[memoryview]) -> str:
