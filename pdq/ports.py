@@ -428,6 +428,9 @@ class KvTransport(Protocol):
     def holding(self) -> Sequence[HandoffRef]:
         """What this process has offered and not released."""
 
+    def sweep(self) -> int:
+        """Remove what sources that died on this host have left behind; how many objects that were. May do file I/O."""
+
 
 # --- Engines ----------------------------------------------------------------------------------------------------------
 

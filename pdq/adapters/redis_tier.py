@@ -34,7 +34,7 @@ from pdq.core.names import tier_key
 from pdq.core.settings import TransportSettings
 from pdq.ports import Buffer, ChunkPlan, Fetched, HandoffRef, Locator
 
-PIECE: Final = 1024 * 1024
+PIECE: Final = 256 * 1024
 LINE_BYTES: Final = 4096
 TIMEOUT_S: Final = 5.0
 """For one answer of the server."""
@@ -141,6 +141,9 @@ class RedisTier:
 
     def holding(self) -> Sequence[HandoffRef]:
         return [held.ref for held in self._held.values()]
+
+    def sweep(self) -> int:
+        return 0  # keys go by their TTL
 
     # --- Sink ---------------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class Worker:
             await parts.bus.on_control(names.CANCEL_SUBJECT, self._hear),
             await parts.bus.on_control(names.worker_subject(parts.worker), lambda it: self._hear(it, lifecycle)),
         ]
-        always = [asyncio.ensure_future(it) for it in (self._keepalive.run(), self._batch.run())]
+        always = [asyncio.ensure_future(it) for it in (self._keepalive.run(), self._batch.run(), self._sweep())]
         try:
             await self._keepalive.announce()
             log.info("%s worker %s serves %s", self._pool, parts.worker, parts.model)
@@ -172,6 +172,13 @@ class Worker:
         if self._offers is not None:
             # A source stays until its last KV is fetched or released.
             await self._offers.empty()
+
+    async def _sweep(self) -> None:
+        """What a source that was killed left on this host is gone within a lease TTL."""
+        while True:
+            await asyncio.sleep(self._parts.settings.lease.ttl_ms / 1000)
+            for transport in self._parts.transports.values():
+                await asyncio.to_thread(transport.sweep)
 
     def _consumers(self) -> list[Consumer]:
         if self._pool is Pool.PREFILL:

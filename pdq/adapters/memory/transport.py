@@ -118,3 +118,6 @@ class MemoryTransport:
 
     def holding(self) -> Sequence[HandoffRef]:
         return [held.ref for held in self._mine.values()]
+
+    def sweep(self) -> int:
+        return 0

@@ -85,6 +85,9 @@ class UcxTransport:
     def holding(self) -> Sequence[HandoffRef]:
         return self._source.holding()
 
+    def sweep(self) -> int:
+        return 0  # memory and sockets go with their process
+
     # --- Sink ---------------------------------------------------------------------------------------------------------
 
     async def fetch(
