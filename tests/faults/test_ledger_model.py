@@ -143,9 +143,11 @@ class Storm(RuleBasedStateMachine):
     ledger: RedisLedger
     models = count()
 
-    @initialize(max_attempts=st.integers(1, 4), retain=st.sampled_from(["fetched", "done"]))
-    def start(self, max_attempts: int, retain: Any) -> None:
-        self.model = f"storm {next(self.models)}"
+    @initialize(max_attempts=st.integers(1, 4))
+    def start(self, max_attempts: int) -> None:
+        number = next(self.models)
+        self.model = f"storm {number}"
+        retain: Any = ("fetched", "done")[number % 2]
         self.now = 1_000_000
         self.records: dict[str, Model] = {}
         self.epochs: dict[tuple[str, str], int] = {}
