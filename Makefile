@@ -33,8 +33,9 @@ model: $(READY) ## Tests with the real default model (93 MB, fetched and convert
 
 test: lint unit model ## All checks, as CI runs them
 
-schemas: $(READY) ## Write schemas/ anew from the types
+schemas: $(READY) ## Write schemas/ and docs/states.md anew from the types and rules
 	$(BIN)/pdq schemas --write
+	$(BIN)/pdq states --write
 
 clean: ## Remove the environment, caches and local state
 	rm -rf $(VENV) .pdq build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ from typing import Final
 
 import typer
 
-from pdq.cli import demo, leases, programs, publish, schemas, settings, status, trace, up
+from pdq.cli import demo, leases, programs, publish, schemas, settings, states, status, trace, up
 from pdq.core import errors
 
 EXIT_OTHER: Final = 1
@@ -33,6 +33,7 @@ app.command()(programs.worker)
 app.command()(programs.reaper)
 app.command()(settings.settings)
 app.command()(schemas.schemas)
+app.command()(states.states)
 
 
 def exit_status(error: errors.PdqError) -> int:

@@ -1,6 +1,7 @@
 """The documentation that stands below a field in its class, read from the source: the one place where it is written.
 
-Python keeps the docstring of a class but not those of its fields. Schemas and ``pdq settings`` want both.
+Python keeps the docstring of a class but not those of its fields or enum members. Schemas, ``pdq settings`` and
+``pdq states`` want both.
 """
 
 import ast
@@ -12,19 +13,17 @@ import textwrap
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal after each annotated field of ``cls`` (its own fields, not inherited ones)."""
+    """The string literal after each annotated field or enum member of ``cls`` (its own, not inherited ones)."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs: dict[str, str] = {}
     for field, after in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-            and isinstance(after.value.value, str)
-        ):
-            docs[field.target.id] = prose(after.value.value)
+        match field, after:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = prose(text)
     return docs
 
 

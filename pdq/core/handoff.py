@@ -53,8 +53,11 @@ class Event(StrEnum):
     YIELD = "yield"
     """The sink is lost or gives up, the KV is still there: another sink may claim."""
     FAIL = "fail"
+    """An error that nothing repairs, or that the request's policy does not let anyone repair."""
     CANCEL = "cancel"
+    """Whoever asked does not want the output any more."""
     EXPIRE = "expire"
+    """The deadline has passed."""
 
 
 TERMINAL: Final = frozenset({State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED})
