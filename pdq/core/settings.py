@@ -58,8 +58,8 @@ class QueueSettings(Struct, frozen=True):
 
 class TransportSettings(Struct, frozen=True):
     order: Transports = ("ucx", "shm", "redis")
-    """Which transports a source offers on, and the order in which a sink tries them. ``redis`` in this list is only
-    tried for handoffs that were written to it: see ``write_through``."""
+    """The order in which a sink tries a handoff's locators. A source offers on the first of them and on ``ucx`` if it is
+    named at all; ``shm`` and ``redis`` further down, which copy every byte, only if they are in ``write_through``."""
     write_through: Transports = ()
     """Tiers that get a copy of every handoff as it is computed. A tier outlives its source's process."""
     fetch_timeout_s: Seconds = 30.0
@@ -142,6 +142,7 @@ PLACES: Final[Mapping[str, str]] = {
     "PDQ_BRIDGE_URL": "Where the OpenAI API of a running system is.",
     "PDQ_CACHE_DIR": "Where converted model checkpoints are kept.",
     "PDQ_LOG_LEVEL": "``debug``, ``info`` (if not set), ``warning`` or ``error``.",
+    "PDQ_FAILPOINTS": "Faults to make happen, and leave to set them by message; not set: none. `pdq failpoints` lists them.",
     "PDQ_LOG_FORMAT": "``json``: one JSON object a line instead of text.",
 }
 

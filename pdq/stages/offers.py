@@ -1,4 +1,4 @@
-"""The source's side of a handoff's bytes: offered on every transport, held under a lease, let go exactly once.
+"""The source's side of a handoff's bytes: offered chunk by chunk, held under a lease, let go exactly once.
 
 A held handoff ends by the first of: the sink says it has fetched it, a cancel, the lease is lost (the record ended or
 somebody else's epoch is current), shutdown. Only then are the engine's blocks free again.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdq import failpoints
 from pdq.core.errors import InvalidSettings, PdqError
 from pdq.core.layout import chunk_hash
 from pdq.core.lease import Hold
@@ -23,19 +24,21 @@ log = logging.getLogger(__name__)
 HASH_OFF_LOOP_BYTES = 4 * 1024 * 1024
 
 
+COPYING = frozenset({"shm", "redis"})
+"""Offering on these copies the bytes, whether somebody fetches them there or not."""
+
+
 def offering(settings: TransportSettings) -> tuple[str, ...]:
-    """The transports that a source offers on: tiers only if they are written through.
+    """The transports that a source offers on: the first in order, those that cost nothing until somebody fetches, and
+    the tiers that are written through.
 
     Raises:
-        InvalidSettings: none is left.
+        InvalidSettings: that leaves none.
     """
-    names = tuple(name for name in settings.order if name != "redis" or name in settings.write_through)
-    chosen = names + tuple(name for name in settings.write_through if name not in names)
+    free = (name for name in settings.order if name not in COPYING)
+    chosen = tuple(dict.fromkeys((*settings.order[:1], *free, *settings.write_through)))
     if not chosen:
-        raise InvalidSettings(
-            f"PDQ_TRANSPORT_ORDER={','.join(settings.order)} leaves nothing to offer KV on: "
-            "add ucx or shm, or set PDQ_TRANSPORT_WRITE_THROUGH=redis"
-        )
+        raise InvalidSettings("PDQ_TRANSPORT_ORDER is empty: name at least one of ucx, shm, redis")
     return chosen
 
 
@@ -78,6 +81,8 @@ class Offers:
             digest = await asyncio.to_thread(chunk_hash, *parts)
         else:
             digest = chunk_hash(*parts)
+        if failpoints.armed and await failpoints.hit("prefill.offering", ref.key.request_id):
+            failpoints.damage(parts)
         locators: list[Locator] = []
         for transport in self._transports:
             try:

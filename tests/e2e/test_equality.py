@@ -27,7 +27,7 @@ NEW_TOKENS: Final = 24
 WAYS: Final = {
     "ucx": {"PDQ_TRANSPORT_ORDER": "ucx"},
     "shm": {"PDQ_TRANSPORT_ORDER": "shm"},
-    "redis": {"PDQ_TRANSPORT_ORDER": "redis", "PDQ_TRANSPORT_WRITE_THROUGH": "redis"},
+    "redis": {"PDQ_TRANSPORT_ORDER": "redis"},
     "aggregated": {},
 }
 SAMPLINGS: Final[dict[str, dict[str, Any]]] = {
