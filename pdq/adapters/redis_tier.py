@@ -26,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from pdq import failpoints
 from pdq.adapters.buffers import copy, cut, fitting, fitting_all, off_loop
 from pdq.core.errors import DigestMismatch, HandoffUnknown, InvalidSettings, PeerLost, TransferFailed
 from pdq.core.layout import chunk_hash
@@ -157,6 +158,8 @@ class RedisTier:
                 announced = await self._announced(ref, plan, index, timeout_s)
             stream = _Stream(self._pool, f"fetch chunk {index} of {ref.key.request_id}")
             landed = await off_loop(self._load, stream, ref, index, target, hurry=stream.abort)
+            if failpoints.armed and await failpoints.hit("transport.chunk", ref.key.request_id):
+                landed = failpoints.WRONG_DIGEST
             if landed != announced[index]:
                 raise DigestMismatch(
                     f"chunk {index} of {ref.key.request_id} landed as {landed}, announced as {announced[index]}"

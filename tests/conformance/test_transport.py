@@ -67,6 +67,7 @@ async def offered(pair: Pair, request_id: str, plan: ChunkPlan, parts: int = 1) 
     [
         ((1,), 1, 1),
         ((4097, 1, 65_535), 3, 2),
+        ((0, 5, 0), 1, 1),
         ((MIB, MIB, 7), 16, 16),
         ((3 * MIB,), 700, 1300),
         ((20 * MIB + 3,), 1, 3),
@@ -104,7 +105,7 @@ async def test_parts_may_be_split_anywhere_on_either_side(pair: Pair, data: st.D
 
 async def test_a_fetch_may_start_before_all_chunks_are_offered(pair: Pair) -> None:
     plan = ChunkPlan((5000, 70_000, 300_000))
-    content = [payload(1, index, length) for index, length in enumerate(plan.lengths)]
+    content = [bytes(payload(1, index, length)) for index, length in enumerate(plan.lengths)]
     locator = await pair.source.offer(ref("r"), plan, 0, [content[0]])
     buffers, into = targets(plan)
     fetch = asyncio.create_task(pair.sink.fetch(locator, ref("r"), plan, into, 20))

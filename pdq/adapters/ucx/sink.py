@@ -15,11 +15,13 @@ from typing import Final
 
 import xxhash
 
+from pdq import failpoints
 from pdq.adapters.buffers import INLINE_BYTES, copied, cut, off_loop
 from pdq.adapters.ucx import wire
 from pdq.adapters.ucx.context import context
 from pdq.adapters.ucx.link import Link
 from pdq.core.errors import BufferAtRisk, DigestMismatch, HandoffUnknown, InvalidMessage, PeerLost
+from pdq.core.layout import chunk_hash
 from pdq.ports import ChunkPlan, HandoffRef
 
 WANT_BYTES: Final = 16 * 1024 * 1024
@@ -99,7 +101,8 @@ class Pull:
         self._timeout_s = timeout_s
         self._open: deque[_Batch] = deque()
         self._state = xxhash.xxh3_128()
-        self._hashes: list[str] = []
+        self._hashes = [chunk_hash()] * len(targets)
+        """Of the chunks as they landed; an empty one never has to."""
 
     async def run(self) -> tuple[str, ...]:
         """The hashes of all chunks as they landed."""
@@ -125,12 +128,10 @@ class Pull:
         """What to ask for at a time: bounded in bytes and in pieces."""
         for chunk, target in enumerate(self._targets):
             offset, length = 0, self._plan.lengths[chunk]
-            while offset < length or not length:
+            while offset < length:
                 views = list(cut(target, offset, WANT_BYTES))[: wire.MAX_PIECES]
                 yield chunk, offset, views
                 offset += sum(map(len, views))
-                if not length:
-                    break
 
     def _post(self, chunk: int, offset: int, views: list[memoryview]) -> _Batch:
         number, answer = self._sink.expect()
@@ -167,11 +168,13 @@ class Pull:
         await self._hash(batch.views)
         if batch.last:
             landed, self._state = self._state.hexdigest(), xxhash.xxh3_128()
+            if failpoints.armed and await failpoints.hit("transport.chunk", self._ref.key.request_id):
+                landed = failpoints.WRONG_DIGEST
             if landed != answer.digest:
                 raise DigestMismatch(
                     f"chunk {batch.chunk} of {self._ref.key.request_id} landed as {landed}, announced as {answer.digest}"
                 )
-            self._hashes.append(landed)
+            self._hashes[batch.chunk] = landed
 
     async def _hash(self, views: Sequence[memoryview]) -> None:
         def update() -> None:
