@@ -1,12 +1,14 @@
 """The composition root: settings in, opened adapters out. The only module that knows which adapter stands behind a port."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from pdq import failpoints
 from pdq.adapters import nats, redis
 from pdq.core.errors import InvalidSettings
 from pdq.core.settings import Settings
+from pdq.core.messages import Control, Failpoints
 from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, WorkerRegistry
 
 
@@ -39,7 +41,20 @@ async def connect(settings: Settings, name: str) -> AsyncIterator[Connected]:
         stack.push_async_callback(ledger.close)
         registry = redis.RedisRegistry(client)
         stack.push_async_callback(registry.close)
-        yield Connected(queue=queue, bus=nats.NatsBus(connection), ledger=ledger, registry=registry)
+        bus = nats.NatsBus(connection)
+        await _listen_for_failpoints(bus, names.worker_subject(name))
+        yield Connected(queue=queue, bus=bus, ledger=ledger, registry=registry)
+
+
+async def _listen_for_failpoints(bus: TokenBus, subject: str) -> None:
+    async def listen(heard: Callable[[str], None]) -> None:
+        def hear(message: Control) -> None:
+            if isinstance(message, Failpoints):
+                heard(message.setting)
+
+        await bus.on_control(subject, hear)
+
+    await failpoints.open_to(subject, listen)
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from typing import Final
 
 import xxhash
 
+from pdq import failpoints
 from pdq.adapters.buffers import INLINE_BYTES, copy, cut, fitting, fitting_all, off_loop
 from pdq.adapters.hosts import boot_id
 from pdq.core.errors import DigestMismatch, HandoffUnknown, PeerLost, TransferFailed
@@ -315,6 +316,8 @@ class _Reader:
     async def fetch(self, index: int, target: list[memoryview], timeout_s: float) -> str:
         announced = await self._ready(index, timeout_s)
         landed = await _copy_and_hash([self._shape.of(self._memory, index)], target, of_target=True)
+        if failpoints.armed and await failpoints.hit("transport.chunk", self._ref.key.request_id):
+            landed = failpoints.WRONG_DIGEST
         self._check()
         if landed != announced:
             raise DigestMismatch(

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from pdq import failpoints
 from pdq.bridge import openai, refusal, sse
 from pdq.bridge.fleet import Fleet
 from pdq.bridge.metrics import CONTENT_TYPE, Metrics
@@ -268,7 +269,11 @@ class Bridge:
             client_id=exchange.client_id,
             request_id=key.request_id,
         )
+            if failpoints.armed:
+                await failpoints.hit("bridge.before_enqueue", key.request_id)
         try:
+            if failpoints.armed:
+                await failpoints.hit("bridge.before_publish", key.request_id)
             await self._parts.ledger.enqueue(record)
             await self._parts.queue.publish(
                 queue,
@@ -277,6 +282,8 @@ class Bridge:
                 message_id=key.request_id,
                 priority=priority,
                 ttl_s=timeout_ms / 1000,
+            if failpoints.armed:
+                await failpoints.hit("bridge.after_publish", key.request_id)
             )
         except errors.PdqError as error:
             self.in_flight.fail(stream, error)

@@ -5,7 +5,7 @@ from typing import Final
 
 import typer
 
-from pdq.cli import demo, leases, programs, publish, schemas, settings, states, status, trace, up
+from pdq.cli import demo, failpoints, leases, programs, publish, schemas, settings, states, status, trace, up
 from pdq.core import errors
 
 EXIT_OTHER: Final = 1
@@ -32,6 +32,7 @@ app.command()(programs.bridge)
 app.command()(programs.worker)
 app.command()(programs.reaper)
 app.command()(settings.settings)
+app.command()(failpoints.failpoints)
 app.command()(schemas.schemas)
 app.command()(states.states)
 

@@ -198,7 +198,15 @@ class Drain(Struct, frozen=True, tag="drain"):
     deadline_ms: int = 60_000
 
 
-Control = Cancel | Release | Resend | Drain
+class Failpoints(Struct, frozen=True, tag="failpoints"):
+    """To one process: from now on these failpoints are armed, and no others. Only for processes that were started with
+    ``PDQ_FAILPOINTS``; all others ignore it."""
+
+    setting: str
+    """As in ``PDQ_FAILPOINTS``; empty: none."""
+
+
+Control = Cancel | Release | Resend | Drain | Failpoints
 
 
 class OutputQuestion(Struct, frozen=True, tag="output_question"):

@@ -73,7 +73,7 @@ def reply_subject(owner: str) -> str:
 
 
 def worker_subject(worker: str) -> str:
-    """Control messages for one worker: ``Release``, ``Resend``, ``Drain``."""
+    """Control messages for one worker: ``Release``, ``Resend``, ``Drain``, ``Failpoints``."""
     return f"pdq.control.worker.{worker}"
 
 

@@ -142,7 +142,7 @@ PLACES: Final[Mapping[str, str]] = {
     "PDQ_BRIDGE_URL": "Where the OpenAI API of a running system is.",
     "PDQ_CACHE_DIR": "Where converted model checkpoints are kept.",
     "PDQ_LOG_LEVEL": "``debug``, ``info`` (if not set), ``warning`` or ``error``.",
-    "PDQ_FAILPOINTS": "Faults to make happen, and leave to set them by message; not set: none. `pdq failpoints` lists them.",
+    "PDQ_FAILPOINTS": "Faults to make happen, and leave to set more by message. `pdq failpoints` lists the places.",
     "PDQ_LOG_FORMAT": "``json``: one JSON object a line instead of text.",
 }
 

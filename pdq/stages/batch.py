@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from pdq import failpoints
 from pdq.core.errors import EngineFailed
 from pdq.core.messages import Sampling, TokenEntry
 from pdq.core.output import Output
@@ -56,7 +57,9 @@ class Batch:
         ended: asyncio.Future[TokenEntry] = asyncio.get_running_loop().create_future()
         self._running[seat] = Running(record, sampling, seat, output, ended)
         try:
-            seat.join(first)
+            seat.join(first, replay)
+            if failpoints.armed:
+                await failpoints.hit("decode.joined", record.key.request_id)
             return await ended
         finally:
             self._running.pop(seat, None)
@@ -77,6 +80,8 @@ class Batch:
             for seat, error in step.failed:
                 self._fail(seat, error)
             frames = self._frames(step.drawn)
+                if failpoints.armed:
+                    await failpoints.hit("decode.step")
             for reply_to, entries in frames.items():
                 await self._outbox.send(reply_to, entries)
 

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Final
 
+from pdq import failpoints
 from pdq.core.delivery import Ack, Reject, Retry, verdict
 from pdq.core.errors import PdqError
 from pdq.ports import Delivery, JobQueue, Queue
@@ -18,6 +20,12 @@ from pdq.stages.room import Room
 log = logging.getLogger(__name__)
 
 PULL_WAIT_S = 5.0
+
+FAILPOINTS: Final = {
+    Queue.PREFILL: ("prefill.delivered", "prefill.before_ack"),
+    Queue.DECODE: ("decode.delivered", "decode.before_ack"),
+    Queue.LOCAL: ("local.delivered", "local.before_ack"),
+}
 
 Handle = Callable[[Delivery], Awaitable[None]]
 
@@ -92,13 +100,19 @@ class Consumer:
             self._room.changed()
 
     async def _outcome(self, delivery: Delivery) -> Exception | None:
+        delivered, _ = FAILPOINTS[self._queue]
         try:
+            if failpoints.armed:
+                await failpoints.hit(delivered)
             await self._handle(delivery)
         except Exception as error:
             return error
         return None
 
     async def _conclude(self, delivery: Delivery, error: Exception | None) -> None:
+        _, before_ack = FAILPOINTS[self._queue]
+        if failpoints.armed and await failpoints.hit(before_ack):
+            return
         match verdict(error, delivery.deliveries):
             case Ack():
                 if error is not None:

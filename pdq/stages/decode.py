@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdq.core import errors, names
+from pdq import failpoints
 from pdq.core.handoff import Event, Side, State
 from pdq.core.layout import KvLayout
 from pdq.core.lease import RecordKey
@@ -96,6 +97,8 @@ class DecodeStage:
     async def _land(self, work: PromptWork, grant: Grant) -> Landed:
         """The whole KV, verified, in a seat of our own; the record says so, and the source may let go."""
         record = await self._until(grant.record, lambda it: it.layout is not None)
+        if failpoints.armed:
+            await failpoints.hit("decode.claimed", record.key.request_id)
         layout = self._compatible(record)
         plan = ChunkPlan(tuple(layout.chunk_lengths(len(work.tokens))))
 
@@ -103,23 +106,35 @@ class DecodeStage:
             return await self._room.take(lambda: self._engine.reserve(work, layout), PATIENCE_S)
 
         async def ready() -> Record:
-            return await self._until(record, lambda it: it.state is State.READY)
+            current = await self._parts.ledger.read(record.key)
+            return await self._until(current or record, lambda it: it.state is State.READY)
 
-        landed = await self._fetcher.land(record, grant.now_ms, plan, reserve, ready)
-        try:
-            source = landed.record.source
-            landed.record = await self._parts.ledger.apply(
-                record.key, Event.FETCHED, epoch=grant.epoch, worker=self._parts.worker, note=landed.note()
-            )
-            if source is not None and landed.record.source is None:
-                release = Release((record.key.request_id,))
-                await self._parts.bus.control(names.worker_subject(source.worker), release)
-        except BaseException:
-            landed.seat.leave()
-            raise
-        return landed
+        return await self._fetcher.land(record, grant.now_ms, plan, reserve, ready)
 
-    async def _decode(self, taken: Taken, work: PromptWork, grant: Grant, landed: Landed) -> None:
+    async def _take_over(self, grant: Grant, landed: Landed) -> None:
+        """The record says that the KV is here, and the source may let go, unless it is to keep it longer."""
+        key, source = landed.record.key, landed.record.source
+        if failpoints.armed:
+            await failpoints.hit("decode.before_fetched", key.request_id)
+        landed.record = await self._parts.ledger.apply(
+            key,
+            Event.FETCHED,
+            epoch=grant.epoch,
+            worker=self._parts.worker,
+            changes=Changes(streaming=True),
+            note=landed.note(),
+        )
+        if failpoints.armed:
+            await failpoints.hit("decode.after_fetched", key.request_id)
+        if source is not None and landed.record.source is None:
+            if failpoints.armed and await failpoints.hit("decode.release", key.request_id):
+                return
+            await self._release(landed.record, source)
+
+    async def _decode(
+        self, taken: Taken, work: PromptWork, grant: Grant, landed: Landed, known: tuple[int, ...]
+    ) -> None:
+        """From behind ``known``, the output that is out already, to the end."""
         record, job = landed.record, taken.job
         output = output_of(self._parts.tokenizer, work.sampling, record, job.job.output_so_far)
         first: Drawn | None = None

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from pdq import failpoints
 from pdq.core import names
 from pdq.core.errors import (
     DeadlineExceeded,
@@ -57,6 +58,8 @@ class Endings:
         note: Mapping[str, Any] | None = None,
     ) -> bool:
         """End the request because of ``error``; False if it had already ended (or is not ours to end any more)."""
+        if failpoints.armed:
+            await failpoints.hit("ending.before", key.request_id)
         event = ending(error)
         changes = Changes(ended_code=error.code, ended_message=str(error), emitted=emitted or None)
         detail = {"code": error.code, **(note or {})}
@@ -67,6 +70,8 @@ class Endings:
         except (RecordEnded, RecordNotFound, StaleEpoch, IllegalTransition):
             return False
         log.warning("request %s ends %s: %s", key.request_id, record.state, error)
+        if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
+            return True
         await self.tell_holders(key)
         await self.emit(record, failed_end(record, error), emitted)
         return True

@@ -9,6 +9,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+import msgspec
+
+from pdq import failpoints
 from pdq.core.errors import BufferAtRisk, DigestMismatch, HandoffUnknown, TransferFailed
 from pdq.core.layout import manifest_digest
 from pdq.core.settings import TransportSettings
@@ -77,9 +80,18 @@ class Fetcher:
         seat: DecodeSeat | None = None
         try:
             for locator in locators:
-                seat = seat or await reserve()
+                if seat is None:
+                    seat = await reserve()
+                    if failpoints.armed:
+                        await failpoints.hit("decode.reserved", record.key.request_id)
                 try:
+                    if failpoints.armed:
+                        await failpoints.hit("decode.fetching", record.key.request_id)
                     fetched = await self._fetch(locator, record, plan, seat)
+                    if failpoints.armed and await failpoints.hit("decode.landed", record.key.request_id):
+                        fetched = msgspec.structs.replace(
+                            fetched, hashes=(failpoints.WRONG_DIGEST, *fetched.hashes[1:])
+                        )
                     record = await ready()
                     _verify(record, plan, fetched)
                 except BufferAtRisk as error:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event
 from pdq.core.messages import TokenEntry
@@ -28,6 +29,8 @@ class Finisher:
         assert end.finish_reason is not None
         changes = Changes(ended_code=end.finish_reason, emitted=last.seq + len(last.tokens))
         note = {**note, "finish_reason": end.finish_reason}
+        if failpoints.armed:
+            await failpoints.hit("finish.before", record.key.request_id)
         while True:
             try:
                 await self._parts.ledger.apply(
@@ -37,4 +40,6 @@ class Finisher:
             except errors.Unavailable as error:
                 log.warning("ledger away at the end of %s, waiting: %s", record.key.request_id, error)
                 await asyncio.sleep(AWAY_PAUSE_S)
+        if failpoints.armed and await failpoints.hit("finish.after", record.key.request_id):
+            return
         await self._parts.outbox.send(record.reply_to, (last,))

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
+from pdq import failpoints
 from pdq.core.errors import PdqError
 from pdq.core.handoff import Side
 from pdq.core.lease import Hold, renewal_period_s
@@ -72,6 +73,8 @@ class Keepalive:
 
     async def announce(self) -> None:
         """Tell the registry now, without waiting for the next period."""
+        if failpoints.armed and await failpoints.hit("keepalive.announce"):
+            return
         await self._registry.announce(self._info(), self._lease.ttl_ms)
 
     async def run(self) -> None:
@@ -86,12 +89,16 @@ class Keepalive:
         holds = list(self._holds)
         if not holds:
             return
+        if failpoints.armed and await failpoints.hit("keepalive.renew"):
+            return
         for lost in await self._ledger.renew(holds, self._lease.ttl_ms):
             if on_lost := self._holds.pop(lost, None):
                 on_lost(lost)
 
     async def _say_in_progress(self) -> None:
         for delivery in list(self._deliveries):
+            if failpoints.armed and await failpoints.hit("keepalive.in_progress"):
+                continue
             if delivery in self._deliveries:
                 await delivery.in_progress()
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event, Side
 from pdq.core.lease import Hold
@@ -111,7 +112,11 @@ class LocalStage:
             if end is not None:
                 await self._finisher.finish(record, epoch, sent, note | {"tokens": 1})
                 return
+        if failpoints.armed:
+            await failpoints.hit("local.before_adopt", record.key.request_id)
         await self._adopt(taken, grant, first, note)
+        if failpoints.armed:
+            await failpoints.hit("local.after_adopt", record.key.request_id)
         if first is not None:
             await self._parts.outbox.send(record.reply_to, (sent,))
         started, before = time.monotonic(), len(output.tokens)

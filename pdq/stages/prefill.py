@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event, Side
 from pdq.core.layout import manifest_digest
@@ -93,11 +94,15 @@ class PrefillStage:
 
     async def _attempt(self, job: PrefillJob, grant: Grant) -> None:
         granted = time.monotonic()
+        if failpoints.armed:
+            await failpoints.hit("prefill.begun", grant.record.key.request_id)
         job = await self._recovery.catch_up(job, grant.record)
         work = prompt_work(job, grant.record)
         run = await self._room.take(lambda: self._engine.admit(work))
         attempt = Attempt(job, grant, work, run, granted=granted)
         try:
+            if failpoints.armed:
+                await failpoints.hit("prefill.admitted", grant.record.key.request_id)
             await self._compute(attempt)
             await self._hand_over(attempt)
         finally:
@@ -107,11 +112,16 @@ class PrefillStage:
     async def _compute(self, attempt: Attempt) -> None:
         """Every chunk of the prompt, offered as soon as it is finished."""
         order = self._parts.settings.handoff.order
+        request_id = attempt.record.key.request_id
         if order == "on_start":
             await self._announce(attempt)
         async for index, chunk in attempt.run.chunks():
+            if failpoints.armed:
+                await failpoints.hit("prefill.chunk", request_id)
             digest, attempt.locators = await self._offers.offer(attempt.ref, attempt.run.plan, index, chunk)
             attempt.hashes.append(digest)
+            if failpoints.armed:
+                await failpoints.hit("prefill.offered", request_id)
             if index == 0 and order != "on_complete":
                 changes = self._description(attempt)
                 await self._parts.ledger.update(attempt.record.key, Side.SOURCE, attempt.grant.epoch, changes)
@@ -132,6 +142,8 @@ class PrefillStage:
         if finish is None:
             await self._ready(attempt, first, seq + 1)
             await parts.outbox.send(record.reply_to, (entry(record, seq, first.token, piece, logprobs),))
+            if failpoints.armed:
+                await failpoints.hit("prefill.after_first_token", record.key.request_id)
             await self._announce(attempt, logprobs)
             return
         last = entry(record, seq, first.token, piece, logprobs, done(record, finish, output))
@@ -139,6 +151,8 @@ class PrefillStage:
 
     async def _ready(self, attempt: Attempt, first: Drawn | None, emitted: int) -> None:
         """From here on the KV is held until somebody has fetched it, or nobody wants it any more."""
+        if failpoints.armed:
+            await failpoints.hit("prefill.before_ready", attempt.record.key.request_id)
         plan = attempt.run.plan
         changes = Changes(
             locators=attempt.locators,
@@ -159,6 +173,8 @@ class PrefillStage:
         hold = Hold(attempt.record.key, Side.SOURCE, attempt.grant.epoch)
         self._offers.keep(Held(attempt.ref, attempt.run, hold))
         attempt.held = True
+        if failpoints.armed:
+            await failpoints.hit("prefill.after_ready", attempt.record.key.request_id)
 
     def _description(self, attempt: Attempt) -> Changes:
         """What a sink needs to begin fetching before the prompt is complete."""
@@ -178,6 +194,11 @@ class PrefillStage:
 
     async def _announce(self, attempt: Attempt, logprobs: TokenLogprobs | None = None) -> None:
         """Publish the decode job; once per attempt, however often this is called."""
+        request_id = attempt.record.key.request_id
         if not attempt.announced:
             attempt.announced = True
+            if failpoints.armed:
+                await failpoints.hit("prefill.before_announce", request_id)
             await self._recovery.announce(attempt.job, attempt.record, logprobs)
+            if failpoints.armed:
+                await failpoints.hit("prefill.after_announce", request_id)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from typing import Final
 
+from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
@@ -47,6 +48,8 @@ class Reaper:
 
     async def round(self) -> int:
         """Visit everything that has run out by now; how many records that were."""
+        if failpoints.armed:
+            await failpoints.hit("reaper.round")
         visited = 0
         for model in await self._ledger.models():
             while due := await self._ledger.due(model, BATCH):
@@ -59,6 +62,8 @@ class Reaper:
     async def _visit(self, record: Record, now_ms: int) -> None:
         key = record.key
         try:
+            if failpoints.armed:
+                await failpoints.hit("reaper.visit", key.request_id)
             if record.deadline_ms <= now_ms:
                 late = errors.DeadlineExceeded(f"the deadline passed while the request was {record.state}")
                 await self._endings.unhappy(key, late)

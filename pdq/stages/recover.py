@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
@@ -116,7 +117,9 @@ class Recovery:
     ) -> None:
         """To ``queued``, with a prefill job that continues after ``tokens``."""
         note = {"reason": reason, "resumes_at": len(tokens)}
-        changes = Changes(emitted=len(tokens))
+        changes = Changes(emitted=len(tokens), streaming=False)
+        if failpoints.armed:
+            await failpoints.hit("recovery.before_requeue", record.key.request_id)
         worker = self._parts.worker
         await self._parts.ledger.apply(
             record.key, Event.REQUEUE, epoch=epoch, worker=worker, changes=changes, note=note
@@ -136,6 +139,8 @@ class Recovery:
     async def _ask(self, record: Record) -> Sequence[int]:
         """The tokens that the client has."""
         answer = await self._parts.bus.ask_output(record.reply_to, record.key.request_id, OWNER_ANSWER_S)
+        if failpoints.armed:
+            await failpoints.hit("recovery.after_requeue", record.key.request_id)
         if answer is None:
             raise errors.StreamLost(f"nobody at {record.reply_to} knows which tokens of the lost stream arrived")
         if not answer.wanted:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from nats.aio.msg import Msg
 
 from pdq.adapters.nats.connection import Connection, NatsSubscription, NoAnswer, status
+from pdq import failpoints
 from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.messages import (
     MAX_MESSAGE_BYTES,
@@ -51,6 +52,8 @@ class NatsBus:
             parts = halves(frame)
             if not parts:
                 raise InvalidMessage(f"a frame of {len(data)} bytes cannot be split below the broker's limit")
+        if failpoints.armed and await failpoints.hit("bus.send"):
+            return
             for part in parts:
                 await self.send(reply_to, part)
             return
@@ -79,7 +82,9 @@ class NatsBus:
         return await self._connection.subscribe(subject, handle)
 
     async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
-        """None only if the broker is there and nobody answered: a worker gives the request up on None.
+        if failpoints.armed and await failpoints.hit("bus.ask", request_id):
+            return None
+        return await self._ask(reply_to, OutputQuestion(request_id), OutputAnswer, timeout_s)
 
         An owner that is just connecting again (after a restart of the broker) is not there for a moment, so "nobody
         listens" is not believed before the time is up.
@@ -103,6 +108,8 @@ class NatsBus:
                     return None
             await asyncio.sleep(min(ASK_AGAIN_S, left_s))
         await self._connection.settled()  # it is the owner that does not answer, not the broker
+        if failpoints.armed and await failpoints.hit("bus.control"):
+            return
         return None
 
     async def control(self, subject: str, message: Control) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from nats.aio.msg import Msg
 
+from pdq import failpoints
 from pdq.adapters.nats.connection import HEADER_ROOM, Connection, NatsSubscription, status
 from pdq.adapters.nats.jetstream import (
     CONSUMER_NOT_FOUND,
@@ -122,11 +123,17 @@ class NatsQueue:
         room = self.connection.max_payload - HEADER_ROOM  # so that it can be dead-lettered, too
         if len(data) > room:
             raise InvalidMessage(f"a job of {len(data)} bytes is over the broker's limit of {room}")
+        if failpoints.armed:
+            await failpoints.hit("queue.publish")
         await self._store(STREAMS[queue], _subject(queue, model, priority), data, headers)
+        if failpoints.armed:
+            await failpoints.hit("queue.published")
 
     async def pull(self, queue: Queue, model: str, *, limit: int, wait_s: float) -> Sequence[Delivery]:
         if limit < 1:
             return []
+        if failpoints.armed:
+            await failpoints.hit("queue.pull")
         mailbox = self._mailboxes.get((queue, model))
         if mailbox is None:
             mailbox = self._mailboxes[queue, model] = self._mailbox(queue, model)

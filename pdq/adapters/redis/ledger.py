@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
+from pdq import failpoints
 from pdq.adapters.redis import fields
 from pdq.adapters.redis.link import Link, Script, client_for, source
 from pdq.core import names
@@ -119,6 +120,8 @@ class RedisLedger:
         changes: Changes | None,
         note: Mapping[str, Any] | None,
     ) -> tuple[Record, int]:
+        if failpoints.armed:
+            await failpoints.hit("ledger.change", key.request_id)
         reply = await self._link.run(
             self._transition,
             _keys(key),
@@ -130,6 +133,8 @@ class RedisLedger:
             _encode(note) if note else b"{}",
             *fields.of_changes(changes),
         )
+        if failpoints.armed:
+            await failpoints.hit("ledger.changed", key.request_id)
         return fields.record(key, *_allowed(reply, key, event.value)), reply[1]
 
     async def _under_lease(
