@@ -109,7 +109,8 @@ class Bench:
     def reference(self) -> None:
         options = self.options
         model: Any = AutoModelForCausalLM.from_pretrained(self.directory, dtype=getattr(torch, options.dtype))
-        plain = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generation_config.eos_token_id = None
+        plain = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=options.output + 1)
         prefill = Rate()
         for _ in range(options.repeat + 1):
             ids = torch.tensor([self.prompt()])
@@ -121,13 +122,17 @@ class Bench:
             decode = Rate()
             ids = torch.tensor([self.prompt() for _ in range(batch)])
             for _ in range(options.repeat):
-                spent = []
-                for tokens in (1, options.output + 1):
-                    clock = Clock()
-                    model.generate(ids, generation_config=plain, max_new_tokens=tokens, min_new_tokens=tokens)
-                    spent.append(clock.elapsed())
-                (wall, cpu), (more_wall, more_cpu) = spent
-                decode.add(batch * options.output, max(more_wall - wall, 1e-9), max(more_cpu - cpu, 1e-9))
+                clocks: list[Clock] = []
+
+                def after_token(
+                    ids: torch.Tensor, *_: object, clocks: list[Clock] = clocks, **__: object
+                ) -> torch.Tensor:
+                    clocks.append(Clock())
+                    return torch.zeros(len(ids), dtype=torch.bool)
+
+                model.generate(ids, generation_config=plain, stopping_criteria=[after_token])
+                first, last = clocks[0], clocks[-1]
+                decode.add(batch * (len(clocks) - 1), last.wall - first.wall, last.cpu - first.cpu)
             self.show("transformers", f"decode {batch}", decode)
 
 

@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
 def pack_linear_layers(module: Any) -> None:
     """Replace every float32 linear layer below ``module``, which must be on the CPU, by its packed form."""
-    if not torch._C._has_mkldnn:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
