@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from pdq import failpoints
 from pdq.adapters import nats, redis
+from pdq.core import names
 from pdq.core.errors import InvalidSettings
-from pdq.core.settings import Settings
 from pdq.core.messages import Control, Failpoints
+from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, WorkerRegistry
 
 
@@ -64,7 +65,7 @@ async def transports(settings: Settings) -> AsyncIterator[Mapping[str, KvTranspo
     Raises:
         InvalidSettings: a transport that exists only inside one process.
     """
-    wanted = dict.fromkeys((*settings.transport.order, *settings.transport.write_through))
+    wanted = dict.fromkeys((*settings.transport.order, *settings.transport.write_through, *settings.transport.spill))
     async with AsyncExitStack() as stack:
         opened: dict[str, KvTransport] = {}
         for name in wanted:
@@ -89,6 +90,6 @@ def _transport(name: str, settings: Settings) -> KvTransport:
         case "redis":
             from pdq.adapters.redis_tier import RedisTier
 
-            return RedisTier(settings.redis.url, settings.transport)
+            return RedisTier(settings.redis, settings.transport)
         case _:
             raise InvalidSettings(f"transport {name!r} works only inside one process; use ucx, shm or redis")

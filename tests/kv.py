@@ -13,7 +13,7 @@ from pdq.adapters.redis_tier import RedisTier
 from pdq.adapters.shm import ShmTransport
 from pdq.adapters.ucx import UcxTransport
 from pdq.core.lease import RecordKey
-from pdq.core.settings import TransportSettings
+from pdq.core.settings import RedisSettings, TransportSettings
 from pdq.ports import Buffer, ChunkPlan, HandoffRef, KvTransport, Locator
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def make(kind: str, url: str, world: TransportWorld | None = None) -> KvTranspor
         case "shm":
             return ShmTransport(settings)
         case "redis":
-            return RedisTier(url, settings)
+            return RedisTier(RedisSettings(url=url), settings)
         case _:
             return MemoryTransport(world or TransportWorld())
 

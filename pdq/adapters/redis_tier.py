@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import msgspec
 from redis import Connection, ConnectionPool
@@ -28,11 +28,12 @@ from redis.retry import Retry
 
 from pdq import failpoints
 from pdq.adapters.buffers import copy, cut, fitting, fitting_all, off_loop
-from pdq.core.errors import DigestMismatch, HandoffUnknown, InvalidSettings, PeerLost, TransferFailed
+from pdq.adapters.redis.link import options_of
+from pdq.core.errors import DigestMismatch, HandoffUnknown, PeerLost, TransferFailed
 from pdq.core.layout import chunk_hash
 from pdq.core.lease import RecordKey
 from pdq.core.names import tier_key
-from pdq.core.settings import TransportSettings
+from pdq.core.settings import RedisSettings, TransportSettings
 from pdq.ports import Buffer, ChunkPlan, Fetched, HandoffRef, Locator
 
 PIECE: Final = 256 * 1024
@@ -69,14 +70,15 @@ class _Held:
 class RedisTier:
     """``KvTransport`` through one Redis server."""
 
-    def __init__(self, url: str, settings: TransportSettings) -> None:
-        options: dict[str, Any] = {"protocol": 2, "socket_connect_timeout": TIMEOUT_S}
-        try:
-            # With a timeout of its own the client uses asyncio.wait_for, which loses cancellations in Python 3.11.
-            self._client: Redis = Redis.from_url(url, socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0), **options)
-            self._pool = ConnectionPool.from_url(url, socket_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), **options)
-        except ValueError as error:
-            raise InvalidSettings(f"PDQ_REDIS_URL is not a Redis URL: {error}") from error
+    def __init__(self, redis: RedisSettings, settings: TransportSettings) -> None:
+        options = options_of(redis) | {"protocol": 2, "socket_connect_timeout": TIMEOUT_S}
+        # With a timeout of its own the client uses asyncio.wait_for, which loses cancellations in Python 3.11.
+        self._client: Redis = Redis.from_url(
+            redis.url, socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0), **options
+        )
+        self._pool = ConnectionPool.from_url(
+            redis.url, socket_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), **options
+        )
         self._ttl_ms = int(settings.tier_ttl_s * 1000)
         self._held: dict[tuple[RecordKey, int], _Held] = {}
 
@@ -241,7 +243,8 @@ class _Stream:
         self._aborted = True
         if self._socket is not None:
             with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # Not the method: an SSL socket's own would let the other thread go on without encryption.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def send(self, *arguments: str | bytes | list[memoryview]) -> None:
         """One command; large arguments leave at once, the rest with them or with ``flush``."""

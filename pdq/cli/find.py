@@ -14,14 +14,16 @@ import typer
 
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Unavailable
-from pdq.core.settings import Settings, load
+from pdq.core.settings import Settings, load, variables_of
 from pdq.ports import HandoffLedger, JobQueue, TokenBus, WorkerRegistry
 
 T = TypeVar("T")
 
 ENV_FILE: Final = "env"
 NEEDED: Final = (names.ENV_NATS_URL, names.ENV_REDIS_URL)
-WRITTEN: Final = (*NEEDED, names.ENV_BRIDGE_URL)
+CONNECTIONS: Final = {needed: variables_of(needed.split("_")[1].lower()) for needed in NEEDED}
+"""By URL: all variables that say how to reach that server and with which credentials."""
+WRITTEN: Final = (*(name for group in CONNECTIONS.values() for name in group), names.ENV_BRIDGE_URL)
 
 StateDir = Annotated[
     Path,
@@ -57,8 +59,13 @@ def environment(state_dir: Path) -> dict[str, str]:
         InvalidSettings: the file is not one that ``pdq up`` wrote.
     """
     file = state_dir / ENV_FILE
-    merged = {**_read(file), **os.environ}
-    if missing := [variable for variable in NEEDED if not merged.get(variable)]:
+    written = dict(_read(file))
+    for url, group in CONNECTIONS.items():
+        # The environment names a server: what the file knows of another one, passwords above all, is not for it.
+        if os.environ.get(url) or os.environ.get(f"{url}_FILE"):
+            written = {name: value for name, value in written.items() if name not in group}
+    merged = {**written, **os.environ}
+    if missing := [variable for variable in NEEDED if not (merged.get(variable) or merged.get(f"{variable}_FILE"))]:
         raise Unavailable(
             f"no running system found: there is no {file}, and the environment does not say {' and '.join(missing)}. "
             "Start one with `pdq up`, name its --state-dir, or set these variables to your own servers"
@@ -79,7 +86,7 @@ def _read(file: Path) -> Mapping[str, str]:
     for line in filter(None, map(str.strip, text.splitlines())):
         variable, _, value = line.partition("=")
         if variable not in WRITTEN:
-            raise InvalidSettings(f"{file}: {line!r} is not one of {', '.join(WRITTEN)}")
+            raise InvalidSettings(f"{file}: {variable!r} is not one of {', '.join(WRITTEN)}")
         found[variable] = value
     return found
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 from pdq.cli.docstrings import field_docs, prose
 from pdq.cli.find import AsJson
 from pdq.cli.human import console
-from pdq.core.settings import PLACES, Settings, variables
+from pdq.core.settings import PLACES, Settings, from_file, variables
 
 
 class Variable(Struct, frozen=True):
@@ -21,10 +21,16 @@ def listing() -> list[Variable]:
     """All variables: the settings in the order of their groups, then the places."""
     groups = {group.name: group.type for group in msgspec.structs.fields(Settings)}
     known = [
-        Variable(name, written(default), field_docs(groups[group]).get(field, ""))
+        Variable(name, written(default), _meaning(name, groups[group], field))
         for name, group, field, default in variables()
     ]
     return known + [Variable(name, "", prose(meaning)) for name, meaning in PLACES.items()]
+
+
+def _meaning(name: str, group: type, field: str) -> str:
+    kind = next(known.type for known in msgspec.structs.fields(group) if known.name == field)
+    mounted = f" Or {name}_FILE: a file with it." if from_file(kind) else ""
+    return field_docs(group).get(field, "") + mounted
 
 
 def written(value: object) -> str:

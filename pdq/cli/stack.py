@@ -25,7 +25,7 @@ import msgspec
 
 from pdq.adapters.processes import Child, Server, nats_server, valkey_server
 from pdq.adapters.shm import ShmTransport
-from pdq.cli.find import ENV_FILE
+from pdq.cli.find import ENV_FILE, WRITTEN
 from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import bridge_command, worker_command
 from pdq.core import names
@@ -132,7 +132,7 @@ class Stack:
     async def _start_servers(self) -> None:
         embedded = {names.ENV_NATS_URL: nats_server, names.ENV_REDIS_URL: valkey_server}
         for variable, make in embedded.items():
-            if not self._environ.get(variable):
+            if not (self._environ.get(variable) or self._environ.get(f"{variable}_FILE")):
                 server = make(self._plan.state_dir / variable.split("_")[1].lower())
                 await server.start()
                 self._servers.append(server)
@@ -141,10 +141,10 @@ class Stack:
 
     def _write_env(self) -> None:
         self._environ[names.ENV_BRIDGE_URL] = self.url
-        wanted = (names.ENV_NATS_URL, names.ENV_REDIS_URL, names.ENV_BRIDGE_URL)
+        wanted = [variable for variable in WRITTEN if self._environ.get(variable)]
         file = self._plan.state_dir / ENV_FILE
         draft = file.with_suffix(".new")
-        draft.touch(mode=0o600)  # URLs may carry passwords
+        draft.touch(mode=0o600)  # there may be passwords in it
         draft.write_text("".join(f"{variable}={self._environ[variable]}\n" for variable in wanted))
         draft.replace(file)
 

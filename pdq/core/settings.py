@@ -3,35 +3,96 @@
 A setting is read from the environment as ``PDQ_<GROUP>_<NAME>``: ``lease.ttl_ms`` is ``PDQ_LEASE_TTL_MS``. A value that
 does not parse, or a ``PDQ_`` variable that nobody knows, is an error that names it: a typing error in a manifest must
 not become a silent default.
+
+What may hold a password can be read from a file instead, as Kubernetes mounts secrets: ``PDQ_REDIS_PASSWORD_FILE`` names
+the file whose text is ``PDQ_REDIS_PASSWORD``. No message shows such a value.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdq.core.errors import InvalidSettings
+from pdq.core.messages import Policy
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Milliseconds = Annotated[float, Meta(ge=0)]
 Transports = tuple[Literal["ucx", "shm", "redis", "memory"], ...]
+Url = Annotated[str, Meta(title="URL")]
+"""May carry a user and a password."""
+
+
+class Secret:
+    """Text that no log, message or representation shows; only ``reveal`` does. False if empty."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return "***" if self else ""
 
 
 class NatsSettings(Struct, frozen=True):
-    url: str = "nats://127.0.0.1:4222"
-    """Comma-separated for a cluster."""
+    url: Url = "nats://127.0.0.1:4222"
+    """Comma-separated for a cluster. ``tls://`` accepts no server that does not offer TLS."""
     connect_timeout_s: Seconds = 5.0
     """How long a program that starts waits for the first connection."""
+    user: str = ""
+    """With ``password``. They win over those in the URL."""
+    password: Secret = Secret()
+    """See ``user``."""
+    token: Secret = Secret()
+    """Instead of user and password."""
+    credentials: str = ""
+    """File with a user's JWT and seed, as ``nsc`` writes it; instead of user and password. Needs the package ``nkeys``."""
+    tls_ca: str = ""
+    """File with the certificates (PEM) that may sign the server's, instead of the system's. Setting it demands TLS."""
+    tls_cert: str = ""
+    """File with this client's own certificate (PEM), where the server asks for one. Setting it demands TLS."""
+    tls_key: str = ""
+    """File with the private key of ``tls_cert``."""
+
+    def __repr__(self) -> str:
+        return f"NatsSettings(user={self.user!r}, password={self.password}, token={self.token}, ...)"
 
 
 class RedisSettings(Struct, frozen=True):
-    url: str = "redis://127.0.0.1:6379/0"
-    """Redis or Valkey: ``redis://`` or ``rediss://``."""
+    url: Url = "redis://127.0.0.1:6379/0"
+    """Redis or Valkey: ``redis://``, or ``rediss://`` for TLS."""
     timeout_s: Seconds = 5.0
     """For connecting, and for one command."""
+    username: str = ""
+    """With ``password``, if the server has users."""
+    password: Secret = Secret()
+    """Instead of one in the URL."""
+    tls_ca: str = ""
+    """File with certificates (PEM) that may sign the server's, besides the system's. For ``rediss://``."""
+    tls_cert: str = ""
+    """File with this client's own certificate (PEM), where the server asks for one. For ``rediss://``."""
+    tls_key: str = ""
+    """File with the private key of ``tls_cert``."""
+
+    def __repr__(self) -> str:
+        return f"RedisSettings(username={self.username!r}, password={self.password}, ...)"
 
 
 class LeaseSettings(Struct, frozen=True):
@@ -61,7 +122,11 @@ class TransportSettings(Struct, frozen=True):
     """The order in which a sink tries a handoff's locators. A source offers on the first of them and on ``ucx`` if it is
     named at all; ``shm`` and ``redis`` further down, which copy every byte, only if they are in ``write_through``."""
     write_through: Transports = ()
-    """Tiers that get a copy of every handoff as it is computed. A tier outlives its source's process."""
+    """Tiers that get a copy of every handoff as it is computed. A tier outlives its source's process: the copy is kept
+    until the request has ended."""
+    spill: Transports = ()
+    """The tier to which a prefill worker moves KV that nobody has fetched yet, when it must leave or when that KV keeps it
+    from serving others; none: it is computed again then, or waited for."""
     fetch_timeout_s: Seconds = 30.0
     """A sink gives a transport up when nothing has come for this long."""
     ucx_host: str = "127.0.0.1"
@@ -133,6 +198,7 @@ class Settings(Struct, frozen=True):
     engine: EngineSettings = EngineSettings()
     sim: SimSettings = SimSettings()
     handoff: HandoffSettings = HandoffSettings()
+    policy: Policy = Policy()
     bridge: BridgeSettings = BridgeSettings()
 
 
@@ -154,28 +220,62 @@ def variables() -> Iterator[tuple[str, str, str, Any]]:
             yield f"PDQ_{group.name}_{field.name}".upper(), group.name, field.name, field.default
 
 
-def load(environ: Mapping[str, str]) -> Settings:
-    """Settings from environment variables.
+def from_file(kind: Any) -> bool:
+    """May a setting of this type be read from a file that ``<variable>_FILE`` names?"""
+    return kind is Secret or kind == Url
+
+
+def variables_of(group: str) -> list[str]:
+    """All variables that set something in ``group``, those that name a file included."""
+    types = {known.name: known.type for known in msgspec.structs.fields(Settings)}
+    found = []
+    for field in msgspec.structs.fields(types[group]):
+        variable = f"PDQ_{group}_{field.name}".upper()
+        found += [variable, f"{variable}_FILE"] if from_file(field.type) else [variable]
+    return found
+
+
+def load(environ: Mapping[str, str], read: Callable[[Path], str] = Path.read_text) -> Settings:
+    """Settings from environment variables; ``read`` gets the text of a file that one of them names.
 
     Raises:
-        InvalidSettings: a value does not parse, or a ``PDQ_`` variable is unknown.
+        InvalidSettings: a value does not parse, a file cannot be read, or a ``PDQ_`` variable is unknown.
     """
     known = {variable: (group, field) for variable, group, field, _ in variables()}
-    unknown = [name for name in environ if name.startswith("PDQ_") and name not in known and name not in PLACES]
+    names = {*PLACES, *(variable for group in Settings.__struct_fields__ for variable in variables_of(group))}
+    unknown = [name for name in environ if name.startswith("PDQ_") and name not in names]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [*known, *PLACES], n=1)
+        near = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; `pdq settings` lists them"
         raise InvalidSettings(f"unknown setting {unknown[0]}{hint}")
     values: dict[str, dict[str, Any]] = {}
     for variable, (group, field) in known.items():
-        if variable in environ:
-            values.setdefault(group, {})[field] = _parse(variable, environ[variable], group, field)
+        text = _text(variable, environ, read)
+        if text is not None:
+            values.setdefault(group, {})[field] = _parse(variable, text, group, field)
     return msgspec.convert(values, Settings)
+
+
+def _text(variable: str, environ: Mapping[str, str], read: Callable[[Path], str]) -> str | None:
+    path = environ.get(f"{variable}_FILE")
+    if path is None:
+        return environ.get(variable)
+    if variable in environ:
+        raise InvalidSettings(f"{variable} and {variable}_FILE are both set: unset one of them")
+    try:
+        return read(Path(path)).rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InvalidSettings(f"{variable}_FILE={path!r} cannot be read: {why}") from None
 
 
 def _parse(variable: str, text: str, group: str, field: str) -> Any:
     group_type = next(f.type for f in msgspec.structs.fields(Settings) if f.name == group)
     kind = next(f.type for f in msgspec.structs.fields(group_type) if f.name == field)
+    if kind is Secret:
+        if not text.isprintable():
+            raise InvalidSettings(f"{variable} has a line break or another character that cannot be printed")
+        return Secret(text)
     raw: Any = [part.strip() for part in text.split(",") if part.strip()] if kind == Transports else text.strip()
     try:
         return msgspec.convert(raw, kind, strict=False)

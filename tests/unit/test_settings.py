@@ -1,10 +1,13 @@
+import traceback
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from pdq.cli.settings import listing, written
 from pdq.core import settings
 from pdq.core.errors import InvalidSettings
-from pdq.core.settings import Settings
+from pdq.core.settings import Secret, Settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -59,3 +62,47 @@ def test_every_variable_is_listed_with_its_meaning() -> None:
     found = {variable.name: variable for variable in listing()}
     assert set(found) == {name for name, *_ in settings.variables()} | set(settings.PLACES)
     assert not [variable.name for variable in found.values() if not variable.meaning]
+
+
+# --- Secrets ----------------------------------------------------------------------------------------------------------
+
+SECRET = "correct horse:battery/staple@%"
+
+
+def test_secrets_are_shown_by_nothing_but_reveal() -> None:
+    environ = {
+        "PDQ_NATS_USER": "pdq",
+        "PDQ_NATS_PASSWORD": SECRET,
+        "PDQ_REDIS_PASSWORD": SECRET,
+        "PDQ_REDIS_URL": "redis://:inline@host",
+    }
+    loaded = settings.load(environ)
+    assert loaded.nats.password.reveal() == loaded.redis.password.reveal() == SECRET
+    for shown in (repr(loaded), str(loaded), f"{loaded.nats.password}", repr(loaded.redis)):
+        assert "horse" not in shown
+        assert "inline" not in shown
+    assert loaded.nats.password == Secret(SECRET) != Secret("")
+
+
+@pytest.mark.parametrize("variable", ["PDQ_NATS_PASSWORD", "PDQ_NATS_TOKEN", "PDQ_REDIS_PASSWORD", "PDQ_REDIS_URL"])
+def test_what_may_hold_a_password_can_come_from_a_file(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("redis://from-a-file\n")
+    _, group, field = variable.lower().split("_")
+    found = getattr(getattr(settings.load({f"{variable}_FILE": str(tmp_path / "secret")}), group), field)
+    assert found in (Secret("redis://from-a-file"), "redis://from-a-file")
+
+
+def test_a_secret_that_cannot_be_read_or_is_given_twice_is_an_error_that_shows_no_value(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match=r"PDQ_NATS_PASSWORD_FILE='.*/none' cannot be read: No such file"):
+        settings.load({"PDQ_NATS_PASSWORD_FILE": str(tmp_path / "none")})
+    with pytest.raises(InvalidSettings, match="PDQ_NATS_PASSWORD and PDQ_NATS_PASSWORD_FILE are both set") as caught:
+        settings.load({"PDQ_NATS_PASSWORD_FILE": "x", "PDQ_NATS_PASSWORD": SECRET})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(InvalidSettings, match="PDQ_NATS_TOKEN has a line break") as caught:
+        settings.load({"PDQ_NATS_TOKEN": SECRET + "\nx"})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_only_what_may_hold_a_password_has_a_file_variable() -> None:
+    with pytest.raises(InvalidSettings, match="unknown setting PDQ_LEASE_TTL_MS_FILE"):
+        settings.load({"PDQ_LEASE_TTL_MS_FILE": "x"})

@@ -16,13 +16,13 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.client import Server as KnownServer
 from nats.aio.msg import Msg
 
+from pdq.adapters.nats import access
 from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.settings import NatsSettings
 
@@ -41,6 +41,18 @@ PINGS_UNANSWERED: Final = 2
 _log = logging.getLogger(__name__)
 
 
+class _Client(Client):
+    """Sends nothing, no credentials above all, to a server that should speak TLS and does not: nats-py would, since it
+    leaves it to the server's greeting whether a connection is encrypted."""
+
+    demands_tls = False
+
+    def _connect_command(self) -> bytes:
+        if self.demands_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.SecureConnWantedError
+        return super()._connect_command()
+
+
 class NoAnswer(Unavailable):
     """The question went out; nothing came back in time."""
 
@@ -53,7 +65,7 @@ class Connection:
         self.where = where
         self.slow_consumer_drops = 0
         """Messages that this process was too slow to take."""
-        self._client = Client()
+        self._client = _Client()
         self._up = asyncio.Event()
         self._last_error = ""
         self._reported: set[str] = set()
@@ -68,10 +80,14 @@ class Connection:
     async def open(self, settings: NatsSettings) -> None:
         """Raises:
         Unavailable: no server took the connection within ``connect_timeout_s``.
+        InvalidSettings: credentials or certificates cannot be understood.
         """
+        options = access.options_of(settings)
+        self._client.demands_tls = access.demands_tls(settings)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 await self._client.connect(
+                    **options,
                     servers=[url.strip() for url in settings.url.split(",") if url.strip()],
                     name=self.name,
                     error_cb=self._error,
@@ -91,8 +107,9 @@ class Connection:
             self._closing = True
             await self._client.close()
             why = self._last_error or "no answer"
+            limit_s = f"{settings.connect_timeout_s:g} s"
             raise Unavailable(
-                f"NATS at {self.where} took no connection within {settings.connect_timeout_s:g} s ({why})"
+                f"NATS at {self.where} took no connection within {limit_s} ({why}){access.advice(why)}"
             ) from error
         self._reported.clear()
         self._inbox = self._client.new_inbox() + "."
@@ -322,9 +339,9 @@ async def connect(settings: NatsSettings, name: str) -> Connection:
 
     Raises:
         Unavailable: no server took the connection within ``connect_timeout_s``.
+        InvalidSettings: URL, credentials or certificates cannot be understood.
     """
-    places = [urlsplit(url.strip() if "//" in url else f"//{url.strip()}") for url in settings.url.split(",")]
-    connection = Connection(name, ",".join(f"{place.hostname}:{place.port or 4222}" for place in places))
+    connection = Connection(name, access.places(settings))
     await connection.open(settings)
     return connection
 

@@ -10,24 +10,35 @@ A command whose reply was lost may or may not have been executed, so nothing is 
 
 import asyncio
 import hashlib
+import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from importlib.resources import files
 from typing import Any, Final, NoReturn
 
 from hiredis import pack_command
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from pdq.adapters.tls import client_context
 from pdq.core.errors import InvalidSettings, PdqError, Unavailable
 from pdq.core.settings import RedisSettings
 
 Argument = str | bytes | int
+SCAN_PAGE: Final = 500
 
 # Error replies (by their first word) that say "not now", not "wrong".
 _PASSING: Final = frozenset(
@@ -50,18 +61,44 @@ def client_for(settings: RedisSettings) -> Redis:
     """A client for ``settings.url``; it connects when it is first used.
 
     Raises:
-        InvalidSettings: the URL cannot be understood.
+        InvalidSettings: URL, credentials or certificates cannot be understood.
+    """
+    client: Redis = Redis.from_url(
+        settings.url,
+        **options_of(settings),
+        socket_timeout=settings.timeout_s,
+        socket_connect_timeout=settings.timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return client
+
+
+def options_of(settings: RedisSettings) -> dict[str, Any]:
+    """Credentials and certificates besides ``settings.url``, as redis-py's clients and pools take them.
+
+    Raises:
+        InvalidSettings: URL, credentials or certificates cannot be understood, or contradict each other.
     """
     try:
-        client: Redis = Redis.from_url(
-            settings.url,
-            socket_timeout=settings.timeout_s,
-            socket_connect_timeout=settings.timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise InvalidSettings(f"PDQ_REDIS_URL is not a Redis URL: {error}") from error
-    return client
+        url = parse_url(settings.url)
+    except ValueError:  # what it says may quote a part of the password
+        raise InvalidSettings(
+            "PDQ_REDIS_URL is not a URL like redis://host:6379/0 or rediss://user:password@host:6379/0; write special "
+            "characters of a password as %XX, or set PDQ_REDIS_PASSWORD instead"
+        ) from None
+    given = {"username": settings.username, "password": settings.password.reveal()}
+    options: dict[str, Any] = {option: value for option, value in given.items() if value}
+    for option in options.keys() & url.keys():
+        raise InvalidSettings(f"PDQ_REDIS_URL and PDQ_REDIS_{option.upper()} both give a {option}: remove one of them")
+    if settings.username and not {"password"} & (options.keys() | url.keys()):
+        raise InvalidSettings("PDQ_REDIS_USERNAME is set and no password is: set PDQ_REDIS_PASSWORD")
+    files = {"ssl_ca_certs": settings.tls_ca, "ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
+    if any(files.values()):
+        if url.get("connection_class") is not SSLConnection:
+            raise InvalidSettings("PDQ_REDIS_TLS_... is set, but PDQ_REDIS_URL does not begin with rediss://")
+        client_context("REDIS", settings.tls_ca, settings.tls_cert, settings.tls_key)  # redis-py looks at them too late
+        options |= {option: path for option, path in files.items() if path}
+    return options
 
 
 async def connect(settings: RedisSettings) -> Redis:
@@ -87,9 +124,15 @@ def endpoint(client: Redis) -> str:
 
 def translate(error: Exception, where: str) -> PdqError:
     """The error of our own tree for one of Redis'."""
+    if isinstance(error, AuthenticationError):
+        return Unavailable(f"Redis at {where} refuses us: {error}; see PDQ_REDIS_USERNAME and PDQ_REDIS_PASSWORD")
+    if isinstance(error, NoPermissionError):
+        return PdqError(f"Redis at {where} refused a command: {error}; its access rules lack what SECURITY.md lists")
     passing = isinstance(error, (ReadOnlyError, OutOfMemoryError)) or str(error).split(" ", 1)[0] in _PASSING
     if isinstance(error, ResponseError) and not passing:
         return PdqError(f"Redis at {where} refused a command: {error}")
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return Unavailable(f"Redis at {where} has a certificate that is not trusted: {error}; see PDQ_REDIS_TLS_CA")
     return Unavailable(f"Redis at {where} is not available: {error or type(error).__name__}")
 
 
@@ -169,6 +212,18 @@ class Link:
                 return await self._submit(connection, ("EVAL", script.text, len(keys), *keys, *args))
         except (RedisError, OSError) as error:
             self._refused(error)
+
+    async def scan(self, prefix: str) -> AsyncIterator[list[bytes]]:
+        """All keys that begin with ``prefix``, in pages; ``*`` in it stands for anything, nothing else is special. A key
+        that is there all the while comes at least once."""
+        pattern = re.sub(r"([\\?\[\]])", r"\\\1", prefix) + "*"
+        cursor = b"0"
+        while True:
+            cursor, keys = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_PAGE)
+            if keys:
+                yield keys
+            if cursor == b"0":
+                return
 
     async def close(self) -> None:
         if self._connection is not None:
