@@ -37,6 +37,8 @@ def written(value: object) -> str:
     """A setting's value as text that ``pdq.core.settings.load`` reads back as the same value."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
     return str(value)
 
 

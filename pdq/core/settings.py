@@ -22,6 +22,10 @@ from pdq.core.messages import Policy
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Milliseconds = Annotated[float, Meta(ge=0)]
+Delay = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Replicas = Annotated[int, Meta(ge=0, le=10_000)]
+Weights = dict[str, Annotated[float, Meta(gt=0)]]
 Transports = tuple[Literal["ucx", "shm", "redis", "memory"], ...]
 Url = Annotated[str, Meta(title="URL")]
 """May carry a user and a password."""
@@ -131,6 +135,8 @@ class TransportSettings(Struct, frozen=True):
     """A sink gives a transport up when nothing has come for this long."""
     ucx_host: str = "127.0.0.1"
     """Where the UCX listener binds and what goes into its locators."""
+    shm_dir: str = "/dev/shm"
+    """Where shared-memory segments lie: a memory file system that all workers of this host see."""
     tier_ttl_s: Seconds = 120.0
     """TTL of a tier's objects: a dead writer leaves nothing."""
 
@@ -189,6 +195,88 @@ class BridgeSettings(Struct, frozen=True):
     """A stream that is silent for this long is compared with its record."""
 
 
+class AdmissionSettings(Struct, frozen=True):
+    """What may be accepted, per model. See ``pdq.core.admission``."""
+
+    interactive_queued_tokens: Positive = 262_144
+    """Prompt tokens that may wait for prefill, class interactive."""
+    interactive_queued_requests: Positive = 2_048
+    """Requests that may wait for prefill, class interactive."""
+    batch_queued_tokens: Positive = 1_048_576
+    """Prompt tokens that may wait for prefill, class batch."""
+    batch_queued_requests: Positive = 16_384
+    """Requests that may wait for prefill, class batch."""
+    batch_share: Share = 0.8
+    """Batch is refused from this share of decode memory and handoffs on, so that interactive requests find the rest."""
+    batch_turn: Annotated[int, Meta(ge=2)] = 8
+    """While both classes wait, every so many-th pull takes batch first: it gives way, but does not starve."""
+    decode_overcommit: Annotated[float, Meta(gt=0, le=100)] = 1.5
+    """Tokens that may be reserved by everything accepted, as a multiple of the decode pool's KV capacity."""
+    handoffs_per_prefill_worker: Positive = 16
+    """Prompts that one prefill worker may hold computed and not yet fetched; at that many it does not pull."""
+    transfers_per_worker: Positive = 8
+    """KV transfers that one decode worker runs at a time."""
+    tenant_requests: Positive = 100_000
+    """Requests that one tenant may have here at a time."""
+    tenant_reserved_tokens: Positive = 1_000_000_000
+    """Tokens (prompts and reserved output) that one tenant may have here at a time."""
+    tenant_weights: Weights = {}
+    """``name=weight`` pairs; every other tenant weighs 1."""
+    fair_above: Share = 0.5
+    """From this share of a class's cap on, a tenant may fill no more than its weighted part of the queue."""
+    retry_min_s: Seconds = 1.0
+    """Shortest ``Retry-After``, and what is said where nothing was measured."""
+    retry_max_s: Seconds = 60.0
+    """Longest ``Retry-After``."""
+
+
+class ScalingSettings(Struct, frozen=True):
+    """How the pools follow the load. See ``pdq.core.scaling``; a *target* is aimed at, an *activation* starts growth."""
+
+    period_s: Seconds = 5.0
+    """Time between two decisions."""
+    prefill_min: Replicas = 1
+    """Fewest prefill workers; with ``decode_min`` also 0, both pools go to zero together."""
+    prefill_max: Replicas = 8
+    """Most prefill workers."""
+    decode_min: Replicas = 1
+    """Fewest decode workers."""
+    decode_max: Replicas = 8
+    """Most decode workers."""
+    prefill_wait_target_s: Seconds = 0.5
+    """How long a prompt may wait for a prefill worker."""
+    prefill_wait_activation_s: Seconds = 1.0
+    """From this estimated wait on, prefill grows."""
+    prefill_utilization_target: Share = 0.65
+    """Of the time, what a prefill worker computes."""
+    prefill_utilization_activation: Share = 0.85
+    """From this utilization on, prefill grows even if nothing waits."""
+    decode_sequences_target: Positive = 32
+    """Sequences in one decode worker: what the inter-token time allows."""
+    decode_sequences_activation: Positive = 44
+    """From so many per worker on, decode grows."""
+    decode_kv_target: Share = 0.7
+    """Of a decode worker's KV memory, what is reserved."""
+    decode_kv_activation: Share = 0.9
+    """From this share on, decode grows."""
+    handoffs_activation: Positive = 4
+    """So many handoffs waiting per decode worker are a pile: decode grows, and prefill does not."""
+    step_factor: Annotated[float, Meta(gt=1)] = 2.0
+    """One decision multiplies or divides a pool by no more than this."""
+    out_window_s: Delay = 5.0
+    """Growth must have been called for by every observation of this long."""
+    in_window_s: Seconds = 120.0
+    """A pool shrinks to the most that any observation of this long has called for."""
+    out_cooldown_s: Delay = 10.0
+    """Least time from one change of a pool to its next growth."""
+    in_cooldown_s: Delay = 60.0
+    """Least time from one change of a pool to its next shrinking."""
+    idle_s: Seconds = 300.0
+    """With nothing to do for this long, pools that may go to zero do."""
+    ready_within_s: Seconds = 180.0
+    """A worker that takes longer to become ready is no longer counted on."""
+
+
 class Settings(Struct, frozen=True):
     nats: NatsSettings = NatsSettings()
     redis: RedisSettings = RedisSettings()
@@ -200,6 +288,8 @@ class Settings(Struct, frozen=True):
     handoff: HandoffSettings = HandoffSettings()
     policy: Policy = Policy()
     bridge: BridgeSettings = BridgeSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    scaling: ScalingSettings = ScalingSettings()
 
 
 # Variables that are not settings of a program but tell commands and tools where things are.
@@ -217,7 +307,8 @@ def variables() -> Iterator[tuple[str, str, str, Any]]:
     """(environment variable, group, field, default) of every setting."""
     for group in msgspec.structs.fields(Settings):
         for field in msgspec.structs.fields(group.type):
-            yield f"PDQ_{group.name}_{field.name}".upper(), group.name, field.name, field.default
+            default = {} if field.default is msgspec.NODEFAULT else field.default
+            yield f"PDQ_{group.name}_{field.name}".upper(), group.name, field.name, default
 
 
 def from_file(kind: Any) -> bool:
@@ -276,7 +367,11 @@ def _parse(variable: str, text: str, group: str, field: str) -> Any:
         if not text.isprintable():
             raise InvalidSettings(f"{variable} has a line break or another character that cannot be printed")
         return Secret(text)
-    raw: Any = [part.strip() for part in text.split(",") if part.strip()] if kind == Transports else text.strip()
+    raw: Any = text.strip()
+    if kind in (Transports, Weights):
+        raw = [part.strip() for part in text.split(",") if part.strip()]
+    if kind == Weights:
+        raw = dict(part.rpartition("=")[::2] for part in raw)
     try:
         return msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError as error:

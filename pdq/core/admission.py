@@ -1,0 +1,292 @@
+"""Whether a request is accepted, decided before any compute is spent, from one consistent reading of the counters.
+
+The two pools share what is scarce, so the limits are joint: prefill must not run ahead of what decode can hold, and
+what waits must be able to finish in time. ``admit`` is the one place that says no; whoever accepts (the bridge)
+reads ``Load`` and the pools' capacity, asks, and only then writes the record. Limits bound waiting and memory, not
+speed: a pool that is at zero and may start leaves the request to the queue.
+
+Order and fairness, over queues that are first in, first out:
+
+- *Tenants.* A queue serves its jobs in order, so each tenant's share of the service is its share of the queue. From
+  ``fair_above`` of a class's cap on, ``admit`` lets no tenant hold more of it than its weight's part; the flooding
+  tenant is refused, the others find room, and nobody waits behind more than its share allows.
+- *Classes.* Each class has a consumer of its own. A worker asks them in the order of ``pull_order``: interactive first,
+  except at every ``batch_turn``-th pull.
+- *Work in hand.* A worker asks ``prefill_room`` or ``decode_room`` how many jobs it may pull.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from pdq.core.handoff import State
+from pdq.core.load import Count, Load, Rates
+from pdq.core.messages import Priority
+from pdq.core.settings import AdmissionSettings
+
+Code = Literal["overloaded", "unavailable", "tenant_limit"]
+
+_INTERACTIVE_FIRST: Final[tuple[Priority, ...]] = ("interactive", "batch")
+_BATCH_FIRST: Final[tuple[Priority, ...]] = ("batch", "interactive")
+
+
+class Reason(StrEnum):
+    """What a refusal is counted under."""
+
+    NO_WORKERS = "no_workers"
+    QUEUED_REQUESTS = "queued_requests"
+    QUEUED_TOKENS = "queued_tokens"
+    DECODE_MEMORY = "decode_memory"
+    HANDOFFS = "handoffs"
+    DEADLINE = "deadline"
+    TENANT_REQUESTS = "tenant_requests"
+    TENANT_TOKENS = "tenant_tokens"
+    TENANT_SHARE = "tenant_share"
+
+
+class Capacity(Struct, frozen=True):
+    """What the live workers of a model offer, from their registrations, and what was measured of them."""
+
+    prefill_workers: int
+    """Those that are ready."""
+    decode_workers: int
+    decode_kv_tokens: int
+    """KV memory of the ready decode workers together."""
+    can_start: bool
+    """A pool that has no worker now will get one (scaling from zero)."""
+    rates: Rates = Rates()
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Of the whole pool; None if it was never measured, or is empty."""
+        speed = self.rates.prefill_tokens_per_s
+        return speed * self.prefill_workers if speed and self.prefill_workers else None
+
+
+class Request(Struct, frozen=True):
+    prompt_tokens: int
+    max_new_tokens: int
+    priority: Priority = "interactive"
+    tenant: str = ""
+    deadline_s: float = math.inf
+    """On the clock of ``now_s``."""
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.prompt_tokens + self.max_new_tokens
+
+
+class Admitted(Struct, frozen=True):
+    wait_s: float | None
+    """How long it will probably wait for prefill; None if nothing was measured yet."""
+
+
+class Refused(Struct, frozen=True):
+    code: Code
+    """``overloaded`` and ``tenant_limit`` are the requester's to slow down for, ``unavailable`` is not."""
+    reason: Reason
+    why: str
+    retry_after_s: float
+
+
+def admit(
+    load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request, now_s: float
+) -> Admitted | Refused:
+    """Whether ``request`` may enter. More load never turns a refusal into an admission."""
+    wait_s = queue_wait_s(load, capacity, limits, request.priority)
+    return (
+        _without_workers(capacity, limits)
+        or _tenant_over_its_limits(load, capacity, limits, request)
+        or _queue_full(load, capacity, limits, request)
+        or _tenant_over_its_share(load, capacity, limits, request)
+        or _decode_full(load, capacity, limits, request)
+        or _handoffs_piled(load, capacity, limits, request)
+        or _too_late(wait_s, limits, request, now_s)
+        or Admitted(wait_s)
+    )
+
+
+def queue_wait_s(load: Load, capacity: Capacity, limits: AdmissionSettings, priority: Priority) -> float | None:
+    """Estimated wait of a request of this class that comes now: what is before it, over the pool's measured speed.
+
+    What is being computed counts in full. Interactive requests are passed by batch ones only on batch's turns; a batch
+    request waits for all that is here, but not for interactive ones to come: it is refused only if it is surely late.
+    """
+    speed = capacity.prefill_tokens_per_s
+    if speed is None:
+        return None
+    interactive, batch = (_total(load.queued, it).prompt_tokens for it in _INTERACTIVE_FIRST)
+    before = load.prompt_tokens.get(State.PREFILLING, 0) + interactive
+    before += batch if priority == "batch" else min(batch, interactive // (limits.batch_turn - 1))
+    return before / speed
+
+
+def pull_order(pulls: int, limits: AdmissionSettings) -> tuple[Priority, ...]:
+    """The classes in the order in which a worker asks for jobs, at its ``pulls``-th pull (from 0)."""
+    return _BATCH_FIRST if (pulls + 1) % limits.batch_turn == 0 else _INTERACTIVE_FIRST
+
+
+def prefill_room(held: int, computing: int, limits: AdmissionSettings) -> int:
+    """How many prompts a prefill worker may pull that holds ``held`` handoffs and computes ``computing``."""
+    return max(0, limits.handoffs_per_prefill_worker - held - computing)
+
+
+def decode_room(transferring: int, limits: AdmissionSettings) -> int:
+    """How many handoffs a decode worker may pull that fetches ``transferring`` now. Its memory is the engine's to guard."""
+    return max(0, limits.transfers_per_worker - transferring)
+
+
+def fair_share(load: Load, limits: AdmissionSettings, priority: Priority, tenant: str) -> float:
+    """``tenant``'s part of a class's queue: its weight over that of every tenant with something in it, itself included."""
+    weights = limits.tenant_weights
+    present = {tenant, *load.queued.get(priority, {})}
+    return weights.get(tenant, 1.0) / sum(weights.get(name, 1.0) for name in present)
+
+
+# --- The limits, in the order in which they are asked -----------------------------------------------------------------
+
+
+def _without_workers(capacity: Capacity, limits: AdmissionSettings) -> Refused | None:
+    missing = [
+        pool
+        for pool, workers in (("prefill", capacity.prefill_workers), ("decode", capacity.decode_workers))
+        if not workers
+    ]
+    if not missing or capacity.can_start:
+        return None
+    why = f"there is no {' and no '.join(missing)} worker, and none will be started"
+    return Refused("unavailable", Reason.NO_WORKERS, why, limits.retry_min_s)
+
+
+def _tenant_over_its_limits(
+    load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request
+) -> Refused | None:
+    has, rates = load.tenants.get(request.tenant, Count()), capacity.rates
+    over = has.requests + 1 - limits.tenant_requests
+    if over > 0:
+        why = f"tenant {request.tenant!r} has {has.requests} requests here, its limit is {limits.tenant_requests}"
+        retry_s = _retry_s(over, rates.ended_requests_per_s, limits)
+        return Refused("tenant_limit", Reason.TENANT_REQUESTS, why, retry_s)
+    over = has.reserved_tokens + request.reserved_tokens - limits.tenant_reserved_tokens
+    if over > 0:
+        why = (
+            f"tenant {request.tenant!r} has {has.reserved_tokens} tokens reserved, {request.reserved_tokens} more "
+            f"exceed its limit of {limits.tenant_reserved_tokens}"
+        )
+        return Refused("tenant_limit", Reason.TENANT_TOKENS, why, _retry_s(over, rates.freed_tokens_per_s, limits))
+    return None
+
+
+def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
+    """An empty queue takes any one request."""
+    has = _total(load.queued, request.priority)
+    max_requests, max_tokens = _caps(limits, request.priority)
+    over = has.requests + 1 - max_requests
+    if over > 0:
+        why = f"{has.requests} {request.priority} requests wait, the limit is {max_requests}"
+        rate = capacity.rates.ended_requests_per_s
+        return Refused("overloaded", Reason.QUEUED_REQUESTS, why, _retry_s(over, rate, limits))
+    over = has.prompt_tokens + request.prompt_tokens - max_tokens
+    if over > 0 and has.requests:
+        why = (
+            f"{has.prompt_tokens} {request.priority} prompt tokens wait, {request.prompt_tokens} more exceed the limit "
+            f"of {max_tokens}"
+        )
+        rate = capacity.prefill_tokens_per_s
+        return Refused("overloaded", Reason.QUEUED_TOKENS, why, _retry_s(over, rate, limits))
+    return None
+
+
+def _tenant_over_its_share(
+    load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request
+) -> Refused | None:
+    """Whoever has nothing in the queue may always put one request there."""
+    _, max_tokens = _caps(limits, request.priority)
+    tenants = load.queued.get(request.priority, {})
+    has = tenants.get(request.tenant, Count())
+    waiting = _sum(tenants.values()).prompt_tokens + request.prompt_tokens
+    allowed = max_tokens * fair_share(load, limits, request.priority, request.tenant)
+    over = has.prompt_tokens + request.prompt_tokens - allowed
+    if not has.requests or over <= 0 or waiting <= max_tokens * limits.fair_above:
+        return None
+    why = (
+        f"{has.prompt_tokens} of {waiting - request.prompt_tokens} waiting {request.priority} prompt tokens are of tenant "
+        f"{request.tenant!r}, whose fair share of {max_tokens} is {allowed:.0f} now"
+    )
+    return Refused("tenant_limit", Reason.TENANT_SHARE, why, _retry_s(over, capacity.prefill_tokens_per_s, limits))
+
+
+def _decode_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
+    """Whatever is accepted will need decode memory, wherever it is now. A decode pool that starts is not judged."""
+    if not capacity.decode_workers:
+        return None
+    room = capacity.decode_kv_tokens * limits.decode_overcommit * _part(limits, request.priority)
+    reserved = sum(load.reserved_tokens.values())
+    over = reserved + request.reserved_tokens - room
+    if over <= 0:
+        return None
+    why = (
+        f"{reserved} tokens are reserved for decode, {request.reserved_tokens} more exceed the {room:.0f} that "
+        f"{request.priority} requests may reserve of {capacity.decode_kv_tokens} KV tokens"
+    )
+    return Refused("overloaded", Reason.DECODE_MEMORY, why, _retry_s(over, capacity.rates.freed_tokens_per_s, limits))
+
+
+def _handoffs_piled(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
+    """Prefill workers whose handoffs nobody fetches stand still: what enters now waits for decode, not for them."""
+    if not capacity.prefill_workers:
+        return None
+    window = capacity.prefill_workers * limits.handoffs_per_prefill_worker * _part(limits, request.priority)
+    ready = load.requests.get(State.READY, 0)
+    if ready < window:
+        return None
+    why = f"{ready} computed prompts wait to be fetched, {capacity.prefill_workers} prefill workers hold {window:.0f}"
+    rate = capacity.rates.ended_requests_per_s
+    return Refused("overloaded", Reason.HANDOFFS, why, _retry_s(ready + 1 - window, rate, limits))
+
+
+def _too_late(wait_s: float | None, limits: AdmissionSettings, request: Request, now_s: float) -> Refused | None:
+    left_s = request.deadline_s - now_s
+    if wait_s is None or wait_s <= left_s:
+        return None
+    why = f"the wait for prefill is about {wait_s:.1f} s, the deadline is in {max(0.0, left_s):.1f} s"
+    return Refused("overloaded", Reason.DEADLINE, why, _between(wait_s - max(0.0, left_s), limits))
+
+
+# --- Arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _caps(limits: AdmissionSettings, priority: Priority) -> tuple[int, int]:
+    """(requests, prompt tokens) of this class that may wait."""
+    if priority == "batch":
+        return limits.batch_queued_requests, limits.batch_queued_tokens
+    return limits.interactive_queued_requests, limits.interactive_queued_tokens
+
+
+def _part(limits: AdmissionSettings, priority: Priority) -> float:
+    return limits.batch_share if priority == "batch" else 1.0
+
+
+def _total(queued: Mapping[Priority, Mapping[str, Count]], priority: Priority) -> Count:
+    return _sum(queued.get(priority, {}).values())
+
+
+def _sum(counts: Iterable[Count]) -> Count:
+    requests = prompt = reserved = 0
+    for count in counts:
+        requests += count.requests
+        prompt += count.prompt_tokens
+        reserved += count.reserved_tokens
+    return Count(requests, prompt, reserved)
+
+
+def _retry_s(over: float, rate_per_s: float | None, limits: AdmissionSettings) -> float:
+    """When what is over the limit will have drained at the measured rate."""
+    return _between(over / rate_per_s if rate_per_s else limits.retry_min_s, limits)
+
+
+def _between(seconds: float, limits: AdmissionSettings) -> float:
+    return min(max(seconds, limits.retry_min_s), limits.retry_max_s)

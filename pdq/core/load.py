@@ -1,0 +1,118 @@
+"""What a ledger counts of one model, and the rates that follow from two readings of it.
+
+Admission and scaling both decide from these numbers and from nothing else about requests, so they agree on what is
+going on. All of a ``Load`` is read in one atomic step: a request never shows in two states, or in none.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from pdq.core.handoff import State
+from pdq.core.messages import Priority
+
+RATE_HALF_LIFE_S = 30.0
+"""How fast what was measured fades: long enough to smooth single long prompts, short enough to follow a rising load."""
+
+
+class Count(Struct, frozen=True):
+    requests: int = 0
+    prompt_tokens: int = 0
+    reserved_tokens: int = 0
+    """Prompt plus ``max_new_tokens``: output growth is reserved, not hoped for."""
+
+
+class Load(Struct, frozen=True):
+    """One consistent reading of a model's counters.
+
+    A ledger moves them in the same step as the record: the first three per live state, ``queued`` while a record is in
+    the state of that name, ``tenants`` from acceptance to end. A tenant whose numbers are all zero is left out, so a
+    reading is as large as the number of tenants that have something here now.
+    """
+
+    requests: Mapping[State, int]
+    prompt_tokens: Mapping[State, int]
+    reserved_tokens: Mapping[State, int]
+    queued: Mapping[Priority, Mapping[str, Count]] = {}
+    """What waits for prefill, by class and tenant."""
+    tenants: Mapping[str, Count] = {}
+    """What every tenant has that has not ended."""
+    accepted: Count = Count()
+    """Everything ever accepted; only differences between two readings mean something."""
+    ended: Count = Count()
+    """Everything that ever ended, in whichever way."""
+
+
+class Tally(Struct, frozen=True):
+    """What one worker has computed since it started: ``Occupancy.tokens``, and the time in which it did that.
+
+    Without the time a quiet worker would look like a slow one.
+    """
+
+    tokens: int
+    busy_s: float
+
+
+class Rates(Struct, frozen=True):
+    """What was measured lately; ``None`` is not zero but "nothing was measured"."""
+
+    prefill_tokens_per_s: float | None = None
+    """Of one prefill worker while it computes."""
+    arrived_tokens_per_s: float | None = None
+    """Prompt tokens accepted."""
+    ended_requests_per_s: float | None = None
+    freed_tokens_per_s: float | None = None
+    """Reserved tokens of requests that ended."""
+
+
+class _Sums(Struct, frozen=True):
+    """Sums that fade together, so that their quotients do not."""
+
+    seconds: float = 0.0
+    arrived: float = 0.0
+    ended: float = 0.0
+    freed: float = 0.0
+    computed: float = 0.0
+    busy_s: float = 0.0
+
+
+class Meter(Struct, frozen=True):
+    """The last readings and fading sums over the earlier ones; ``measure`` makes the next. Start with ``Meter()``."""
+
+    rates: Rates = Rates()
+    sums: _Sums = _Sums()
+    load: Load | None = None
+    tallies: Mapping[str, Tally] = {}
+    at_s: float = 0.0
+
+
+def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float) -> Meter:
+    """The meter after one more reading of the ledger and of what each prefill worker has computed.
+
+    A worker or ledger that counts from the beginning again has restarted: what it counted in between is skipped.
+    """
+    if meter.load is None or now_s <= meter.at_s:
+        return replace(meter, load=load, tallies=prefill, at_s=now_s)
+    elapsed = now_s - meter.at_s
+    fade = 0.5 ** (elapsed / RATE_HALF_LIFE_S)
+    pairs = [(meter.tallies[name], tally) for name, tally in prefill.items() if name in meter.tallies]
+    pairs = [(old, new) for old, new in pairs if new.tokens >= old.tokens and new.busy_s >= old.busy_s]
+    was, sums = meter.load, meter.sums
+    sums = _Sums(
+        seconds=sums.seconds * fade + elapsed,
+        arrived=sums.arrived * fade + max(0, load.accepted.prompt_tokens - was.accepted.prompt_tokens),
+        ended=sums.ended * fade + max(0, load.ended.requests - was.ended.requests),
+        freed=sums.freed * fade + max(0, load.ended.reserved_tokens - was.ended.reserved_tokens),
+        computed=sums.computed * fade + sum(new.tokens - old.tokens for old, new in pairs),
+        busy_s=sums.busy_s * fade + sum(new.busy_s - old.busy_s for old, new in pairs),
+    )
+    # When nobody has computed for long, the last speed still is the best guess.
+    known = sums.busy_s > 0.01 and sums.computed > 0
+    rates = Rates(
+        prefill_tokens_per_s=sums.computed / sums.busy_s if known else meter.rates.prefill_tokens_per_s,
+        arrived_tokens_per_s=sums.arrived / sums.seconds,
+        ended_requests_per_s=sums.ended / sums.seconds,
+        freed_tokens_per_s=sums.freed / sums.seconds,
+    )
+    return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
