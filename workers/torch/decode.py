@@ -46,19 +46,25 @@ class TorchSeat:
     def buffers(self) -> list[list[memoryview]]:
         return self._landing.buffers if self._landing else []
 
+    @property
+    def blocks_held(self) -> int:
+        return len(self._blocks)
+
     def landed(self) -> None:
         if self._landing:
             self._landing.commit()
             self._landing = None
 
-    def join(self, first: Drawn | None) -> None:
+    def join(self, first: Drawn | None, replay: Sequence[int] = ()) -> None:
         if self.left or self._joined:
             raise EngineFailed("the seat has left, or is in the batch already")
         self._joined = True
-        if first is not None:
-            self.append(first.token)
-        else:
+        known = [*([first.token] if first is not None else []), *replay]
+        if not known:
             self._computed -= 1  # The last prompt token goes through the model again: its logits give the first token.
+        for token in known:  # they go through the model together, in the first step
+            self.tokens.append(token)
+            self._sampling.append(token)
         self._batch.join(self)
 
     def leave(self) -> None:
@@ -82,7 +88,7 @@ class TorchSeat:
 
     def next_part(self) -> Part:
         at = self._computed
-        return Part(self.tokens[at:], Span(at, len(self.tokens) - at, self._rows), self._sampling)
+        return Part(self.tokens[at:], Span(at, len(self.tokens) - at, self._rows), self._sampling, one_by_one=True)
 
     def append(self, token: int) -> None:
         self._computed = len(self.tokens)

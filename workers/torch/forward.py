@@ -23,6 +23,13 @@ class Part:
     tokens: Sequence[int]
     span: Span
     sampling: SamplingState | None
+    one_by_one: bool = False
+    """Let each token attend by itself, as in a decode step of its own: several at once then give the same bits."""
+
+    def spans(self) -> list[Span]:
+        if not self.one_by_one:
+            return [self.span]
+        return [Span(self.span.begin + i, 1, self.span.rows) for i in range(self.span.count)]
 
 
 class ForwardPass:
@@ -36,7 +43,7 @@ class ForwardPass:
     def __call__(self, parts: Sequence[Part]) -> list[Drawn | None]:
         """Computes all ``parts``, writes their KV, and samples one token for each part that asks for one, in order;
         None for a part whose logits are not finite."""
-        batch = PagedBatch(self._pool, [part.span for part in parts], self._scratch)
+        batch = PagedBatch(self._pool, [span for part in parts for span in part.spans()], self._scratch)
         device = self._pool.device
         tokens = [token for part in parts for token in part.tokens]
         ids = torch.tensor([tokens], device=device)

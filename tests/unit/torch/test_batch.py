@@ -64,6 +64,18 @@ async def test_sequences_join_and_leave_at_every_step(make_engine: MakeEngine) -
     assert engine.occupancy().free_blocks == engine.occupancy().total_blocks
 
 
+@pytest.mark.parametrize("known", [2, 9, 15])
+async def test_replayed_tokens_lead_to_the_same_bits_as_decoded_ones(known: int, make_engine: MakeEngine) -> None:
+    source, sink = make_engine("mistral"), make_engine("mistral")
+    for sampling in (*SAMPLINGS, Sampling(temperature=1, seed=3, min_tokens=12, presence_penalty=1, logprobs=1)):
+        asked = work(prompt(45), sampling)
+        undisturbed = await generate(source, asked)
+        seat, first = await handed_over_seat(source, sink, asked)
+        seat.join(first, ids(undisturbed[1:known]))
+        assert [(await sink.step()).drawn[0][1] for _ in range(16 - known)] == undisturbed[known:]
+        seat.leave()
+
+
 @pytest.mark.parametrize("cut", [1, 5, 15])
 async def test_resume_continues_as_if_undisturbed(cut: int, make_engine: MakeEngine) -> None:
     engine = make_engine()
