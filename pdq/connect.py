@@ -1,16 +1,18 @@
 """The composition root: settings in, opened adapters out. The only module that knows which adapter stands behind a port."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdq import failpoints
 from pdq.adapters import nats, redis
+from pdq.adapters.shm_segments import ShmSegments
 from pdq.core import names
 from pdq.core.errors import InvalidSettings
 from pdq.core.messages import Control, Failpoints
 from pdq.core.settings import Settings
-from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, WorkerRegistry
+from pdq.ports import HandoffLedger, JobQueue, KvStore, KvTransport, TokenBus, WorkerRegistry
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,18 @@ async def transports(settings: Settings) -> AsyncIterator[Mapping[str, KvTranspo
         yield opened
 
 
+@asynccontextmanager
+async def kv_stores(settings: Settings) -> AsyncIterator[Sequence[KvStore]]:
+    """Where KV may lie without a process around it: the Redis tier, and shared memory on this host."""
+    client = await redis.connect(settings.redis)
+    tier = redis.RedisTierObjects(client)
+    try:
+        yield (tier, ShmSegments(Path(settings.transport.shm_dir)))
+    finally:
+        await tier.close()
+        await client.aclose()
+
+
 def _transport(name: str, settings: Settings) -> KvTransport:
     # Imported when wanted: ucxx takes a second to load, and not every deployment has it.
     match name:
@@ -86,7 +100,7 @@ def _transport(name: str, settings: Settings) -> KvTransport:
         case "shm":
             from pdq.adapters.shm import ShmTransport
 
-            return ShmTransport(settings.transport)
+            return ShmTransport(settings.transport, root=Path(settings.transport.shm_dir))
         case "redis":
             from pdq.adapters.redis_tier import RedisTier
 

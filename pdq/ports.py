@@ -11,11 +11,22 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
+from pdq.core.audit import Books, KvObject
 from pdq.core.errors import EngineFailed
 from pdq.core.handoff import Event, Side, State
 from pdq.core.layout import Fingerprint, KvLayout
 from pdq.core.lease import Hold, Lease, RecordKey
-from pdq.core.messages import ChatMessage, Control, OutputAnswer, Policy, Priority, Sampling, TokenFrame
+from pdq.core.load import Load as Load
+from pdq.core.messages import (
+    AccountAnswer,
+    ChatMessage,
+    Control,
+    OutputAnswer,
+    Policy,
+    Priority,
+    Sampling,
+    TokenFrame,
+)
 
 # --- Queues -----------------------------------------------------------------------------------------------------------
 
@@ -52,6 +63,14 @@ class Delivery(Protocol):
         """Publish to the dead-letter subject with the reason, then remove from the queue."""
 
 
+class StoredJob(Struct, frozen=True):
+    """A job as it lies in its queue, delivered or not."""
+
+    sequence: int
+    published_ms: int
+    data: bytes
+
+
 class JobQueue(Protocol):
     async def publish(
         self,
@@ -86,6 +105,13 @@ class JobQueue(Protocol):
     async def depth(self, queue: Queue, model: str) -> tuple[int, int]:
         """(waiting, delivered and not yet acknowledged)."""
 
+    async def stored(self, queue: Queue, model: str, limit: int) -> Sequence[StoredJob] | None:
+        """All jobs that nobody has acknowledged, each priority's oldest first (for operators; one round trip each).
+        None: they are more than ``limit``."""
+
+    async def dead(self, model: str) -> int:
+        """How many dead letters there are."""
+
     async def watch_exhausted(self, on_exhausted: Callable[[Queue, bytes], Awaitable[None]]) -> "Subscription":
         """Jobs that were delivered ``max_deliver`` times in vain go to the dead letters (reason ``max_deliveries``); then
         one of the watchers is called with the queue and the job's bytes. Somebody must always watch."""
@@ -113,6 +139,12 @@ class TokenBus(Protocol):
     async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
         """Ask the owner of ``reply_to`` which tokens it has; None when nobody answers in time."""
 
+    async def ask_account(self, worker: str, timeout_s: float) -> AccountAnswer | None:
+        """Ask a worker what it holds now; None when it does not answer in time."""
+
+    async def answer_account(self, worker: str, answer: Callable[[], AccountAnswer]) -> "Subscription":
+        """Reply to ``AccountQuestion`` for ``worker``."""
+
     async def control(self, subject: str, message: Control) -> None: ...
 
     async def on_control(self, subject: str, handler: Callable[[Control], None]) -> "Subscription": ...
@@ -134,6 +166,8 @@ class Locator(Struct, frozen=True):
     transport: str
     address: Mapping[str, str]
     epoch: int = 0
+    outlives: bool = False
+    """The bytes outlive their source's process: they lie in a tier."""
 
 
 class NewRecord(Struct, frozen=True):
@@ -179,6 +213,10 @@ class Record(Struct, frozen=True):
     """The token that the prefill side sampled and emitted, if it owns the first token."""
     emitted: int = 0
     """Tokens sent to the client so far, as of the last write that carried it."""
+    streaming: bool = False
+    """A decode worker has begun to send: the client may have more than ``emitted`` tokens, and only it knows how many."""
+    streams_lost: int = 0
+    """Decode workers that died while they streamed, and whose sequence another one continued from the same KV."""
     ended_code: str = ""
     """For a terminal record: finish reason, or error code."""
     ended_message: str = ""
@@ -195,6 +233,8 @@ class Changes(Struct, frozen=True, omit_defaults=True):
     digest: str | None = None
     first_token: int | None = None
     emitted: int | None = None
+    streaming: bool | None = None
+    streams_lost: int | None = None
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     ended_code: str | None = None
@@ -218,14 +258,6 @@ class LogEntry(Struct, frozen=True):
     worker: str
     epoch: int
     note: Mapping[str, Any] = {}
-
-
-class Load(Struct, frozen=True):
-    """One consistent reading of a model's counters, per live state."""
-
-    requests: Mapping[State, int]
-    prompt_tokens: Mapping[State, int]
-    reserved_tokens: Mapping[State, int]
 
 
 class HandoffLedger(Protocol):
@@ -286,6 +318,11 @@ class HandoffLedger(Protocol):
 
     async def load(self, model: str) -> Load: ...
 
+    async def books(self, model: str, *, mend: bool = False) -> Books | None:
+        """What is kept beside the records, compared with them (for operators; cost grows with live records). None: there
+        are too many to hold the ledger up for. ``mend`` sets the counters to what follows from the records. Finding
+        ``unindexed`` takes several steps."""
+
     async def models(self) -> Sequence[str]: ...
 
     async def now_ms(self) -> int: ...
@@ -332,6 +369,8 @@ class Occupancy(Struct, frozen=True):
     tokens: int = 0
     """Tokens computed since it started (prompt tokens in prefill, output tokens in decode)."""
     peak_batch: int = 0
+    quarantined_blocks: int = 0
+    """Out of use for good: when their transfer was cut, a late write could still land in them."""
 
 
 class WorkerInfo(Struct, frozen=True):
@@ -432,6 +471,20 @@ class KvTransport(Protocol):
         """Remove what sources that died on this host have left behind; how many objects that were. May do file I/O."""
 
 
+class KvStore(Protocol):
+    """A place where KV bytes lie without a process around them, as operators see it: a tier, or shared memory."""
+
+    @property
+    def name(self) -> str:
+        """The transport that puts them there."""
+
+    async def objects(self) -> Sequence[KvObject]:
+        """Everything there (several steps; cost grows with all keys or files)."""
+
+    async def discard(self, found: Sequence[KvObject]) -> int:
+        """Delete these, unless a living process has them; how many are gone."""
+
+
 # --- Engines ----------------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +514,10 @@ class PrefillRun(Protocol):
 
     @property
     def plan(self) -> ChunkPlan: ...
+
+    @property
+    def blocks_held(self) -> int:
+        """How many blocks it has now."""
 
     def chunks(self) -> AsyncIterator[tuple[int, Sequence[Buffer]]]:
         """Computes; yields (index, parts) as each chunk is finished. Cancelling the iteration stops at the next chunk."""
@@ -497,11 +554,17 @@ class DecodeSeat(Protocol):
     def buffers(self) -> Sequence[Sequence[memoryview]]:
         """Per chunk of the source's plan: where its bytes go."""
 
+    @property
+    def blocks_held(self) -> int:
+        """How many blocks it has now; none once they are back in the pool, or quarantined."""
+
     def landed(self) -> None:
         """Every byte is in ``buffers`` and verified (for a ``Regroup`` mapping: copy from staging now)."""
 
-    def join(self, first: Drawn | None) -> None:
-        """Take part in the batch from the next step on. ``first`` is the token that prefill sampled, if it owns it."""
+    def join(self, first: Drawn | None, replay: Sequence[int] = ()) -> None:
+        """Take part in the batch from the next step on. ``first`` is the token that prefill sampled, if it owns it;
+        ``replay`` are the output tokens after it that are known already. None of them is given out again: they are fed to
+        the model as if it had drawn them, and sampling goes on behind them."""
 
     def leave(self) -> None:
         """Out of the batch at the next step boundary, blocks back to the pool. Idempotent."""

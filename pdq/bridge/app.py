@@ -18,12 +18,13 @@ from pdq.bridge import openai, refusal, sse
 from pdq.bridge.fleet import Fleet
 from pdq.bridge.metrics import CONTENT_TYPE, Metrics
 from pdq.bridge.openai import ChatRequest, CompletionRequest
+from pdq.bridge.readings import Readings
 from pdq.bridge.reply import Channel, Reply, Send, StreamReply, WholeReply
 from pdq.bridge.requests import InFlight, Stream
 from pdq.core import errors
 from pdq.core.ids import mint_request_id, mint_secret
 from pdq.core.lease import RecordKey
-from pdq.core.messages import Policy, PrefillJob, Sampling, encode
+from pdq.core.messages import PolicyWish, PrefillJob, Sampling, encode
 from pdq.core.names import HEADER_CLIENT_REQUEST_ID, HEADER_REQUEST_ID, HEADER_TIMEOUT_MS
 from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, NewRecord, Queue, TokenBus, Tokenizer, WorkerRegistry
@@ -135,6 +136,8 @@ class Bridge:
         self._parts = parts
         self._settings = parts.settings
         self.metrics = Metrics()
+        self.readings = Readings(parts.tokenizers, parts.queue, parts.ledger, parts.registry, parts.clock)
+        self.metrics.registry.register(self.readings)
         self.fleet = Fleet(parts.registry, parts.settings.handoff.mode, parts.clock)
         self.in_flight = InFlight(
             owner=parts.owner,
@@ -242,7 +245,7 @@ class Bridge:
         """The record first, then the job: a worker that finds a job finds its record."""
         key, tenant = stream.key, request.user or ""
         priority = request.priority or "interactive"
-        policy = Policy()
+        policy = (request.pdq or PolicyWish()).over(self._settings.policy)
         assert sampling.max_tokens is not None
         record = NewRecord(
             key=key,
@@ -262,19 +265,18 @@ class Bridge:
             reply_to=self.in_flight.reply_to,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
-            policy=policy,
             timeout_ms=timeout_ms,
             priority=priority,
             tenant=tenant,
             client_id=exchange.client_id,
             request_id=key.request_id,
         )
-            if failpoints.armed:
-                await failpoints.hit("bridge.before_enqueue", key.request_id)
         try:
             if failpoints.armed:
-                await failpoints.hit("bridge.before_publish", key.request_id)
+                await failpoints.hit("bridge.before_enqueue", key.request_id)
             await self._parts.ledger.enqueue(record)
+            if failpoints.armed:
+                await failpoints.hit("bridge.before_publish", key.request_id)
             await self._parts.queue.publish(
                 queue,
                 key.model,
@@ -282,9 +284,9 @@ class Bridge:
                 message_id=key.request_id,
                 priority=priority,
                 ttl_s=timeout_ms / 1000,
+            )
             if failpoints.armed:
                 await failpoints.hit("bridge.after_publish", key.request_id)
-            )
         except errors.PdqError as error:
             self.in_flight.fail(stream, error)
             raise
@@ -358,6 +360,7 @@ class Bridge:
             return
 
     async def _metrics(self, exchange: Exchange) -> None:
+        await self.readings.refresh()
         exchange.channel.answer(refusal.Reply(200, self.metrics.render(), [(b"content-type", CONTENT_TYPE)]))
 
 

@@ -3,7 +3,7 @@
 What a client sends is decoded straight into typed structs: a wrong type, range or missing field is refused with the
 field's name before anything else happens. Fields that pdq cannot honour yet are declared and refused by name instead of
 being ignored; fields that nobody knows are ignored, as OpenAI does. Whatever is not declared here (request ids, reply
-subjects, policies) cannot be set from outside.
+subjects) cannot be set from outside.
 """
 
 import random
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdq.core.errors import ContextTooLong, InvalidRequest
-from pdq.core.messages import ChatMessage, Priority, Sampling, TokenId
+from pdq.core.messages import ChatMessage, PolicyWish, Priority, Sampling, TokenId
 from pdq.ports import Tokenizer
 
 MAX_STOPS: Final = 16
@@ -81,6 +81,8 @@ class _Request(Struct):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     priority: Priority | None = None
+    pdq: PolicyWish | None = None
+    """What pdq may do for this request when something fails."""
 
 
 class ChatRequest(_Request, kw_only=True):

@@ -3,12 +3,14 @@
 Everything is JSON (UTF-8). ``schemas/`` is generated from this module; a producer needs nothing else.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdq.core.errors import InvalidMessage
+from pdq.core.handoff import Side
 
 VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
@@ -49,13 +51,37 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     """None: none; N: of the drawn token and of the N most likely ones."""
 
 
-class Policy(Struct, frozen=True, omit_defaults=True):
-    """What may be done for the request when something fails."""
+OnHandoffFailure = Literal["recompute", "reject"]
+OnStreamFailure = Literal["resume", "fail"]
+Attempts = Annotated[int, Meta(ge=1, le=100)]
+Retention = Literal["fetched", "first_token", "done"]
 
-    on_handoff_failure: Literal["recompute", "reject"] = "recompute"
-    on_stream_failure: Literal["resume", "fail"] = "resume"
-    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    retain: Literal["fetched", "first_token", "done"] = "fetched"
+
+class Policy(Struct, frozen=True, omit_defaults=True):
+    """What may be done for a request when something fails. The defaults are a deployment's own (``PDQ_POLICY_*``)."""
+
+    on_handoff_failure: OnHandoffFailure = "recompute"
+    """The KV cannot be fetched: ``recompute`` it, or ``reject`` the request."""
+    on_stream_failure: OnStreamFailure = "resume"
+    """Tokens are out and their worker is gone: ``resume`` after the last one that arrived, or ``fail``."""
+    max_attempts: Attempts = 3
+    """Prefills, and decode workers that died in the middle of a stream, all in all."""
+    retain: Retention = "fetched"
+    """How long the source keeps the KV: until it is ``fetched``, until the decode side's ``first_token``, or until the
+    request is ``done``. What it still keeps need not be computed again when a decode worker dies."""
+
+
+class PolicyWish(Struct, frozen=True, omit_defaults=True):
+    """What one request asks for; what it leaves out is the deployment's default."""
+
+    on_handoff_failure: OnHandoffFailure | None = None
+    on_stream_failure: OnStreamFailure | None = None
+    max_attempts: Attempts | None = None
+    retain: Retention | None = None
+
+    def over(self, default: Policy) -> Policy:
+        wanted = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(default, **wanted)
 
 
 class PrefillJob(Struct, frozen=True, omit_defaults=True):
@@ -71,7 +97,7 @@ class PrefillJob(Struct, frozen=True, omit_defaults=True):
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = None
     sampling: Sampling = Sampling()
-    policy: Policy = Policy()
+    policy: PolicyWish = PolicyWish()
     timeout_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
     priority: Priority = "interactive"
     tenant: Annotated[str, Meta(max_length=256)] = ""
@@ -100,6 +126,9 @@ class DecodeJob(Struct, frozen=True, omit_defaults=True):
     attempt: int
     first_logprobs: "TokenLogprobs | None" = None
     """Of the token that the prefill side emitted, so that the decode side can send it again."""
+    sent: tuple[TokenId, ...] = ()
+    """Output that a decode worker had sent when it handed the sequence back, from position 0: fed to the model again,
+    never sent again."""
     v: int = VERSION
 
 
@@ -221,6 +250,55 @@ class OutputAnswer(Struct, frozen=True):
     request_id: str
     wanted: bool
     tokens: tuple[TokenId, ...] = ()
+
+
+# --- A worker's own account -------------------------------------------------------------------------------------------
+
+
+class AccountQuestion(Struct, frozen=True, tag="account_question"):
+    """To a worker (NATS request): what do you hold now?"""
+
+
+class Holding(Struct, frozen=True):
+    """One request in a worker's hands."""
+
+    request_id: str
+    side: Side
+    epoch: int
+    doing: Literal["waiting", "computing", "held", "releasing", "fetching", "decoding", "finishing"]
+    """``waiting`` for blocks, or for the prefill; ``held`` until a sink has fetched it; ``finishing``: computed."""
+    blocks: int
+    bytes: int
+    """KV of the prompt, as it is offered or fetched; 0 while there is none."""
+    for_ms: int
+    """How long it has been doing that."""
+
+
+class OfferedHandoff(Struct, frozen=True):
+    request_id: str
+    epoch: int
+
+
+class JobInHand(Struct, frozen=True):
+    """A delivered job that the worker has not acknowledged yet."""
+
+    queue: str
+    sequence: int
+    for_ms: int
+
+
+class AccountAnswer(Struct, frozen=True):
+    """All that a worker holds, in one moment."""
+
+    worker: str
+    model: str
+    holdings: tuple[Holding, ...]
+    total_blocks: int
+    free_blocks: int
+    quarantined_blocks: int
+    offers: Mapping[str, tuple[OfferedHandoff, ...]]
+    """By transport: what it has on offer there."""
+    jobs: tuple[JobInHand, ...]
 
 
 T = TypeVar("T")

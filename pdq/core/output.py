@@ -82,8 +82,11 @@ class Output:
         return piece, None
 
     def replay(self, tokens: Iterable[int]) -> Finish | None:
-        """Push tokens whose text is known already (resume); the state is the same as after pushing them."""
+        """Push tokens whose text is known already (resume); the state is the same as after pushing them. Whatever comes
+        after the end is left out."""
         for token in tokens:
+            if self.finish is not None:
+                break
             self.push(token)
         return self.finish
 

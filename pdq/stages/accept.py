@@ -79,7 +79,7 @@ class Accept:
                 max_new_tokens=max_new,
                 timeout_ms=max(1, timeout_ms - waited_ms),
                 secret=mint_secret(),
-                policy=job.policy,
+                policy=job.policy.over(settings.policy),
                 mode=self._mode,
                 tenant=job.tenant,
                 priority=job.priority,

@@ -31,6 +31,7 @@ class Running:
     seat: DecodeSeat
     output: Output
     ended: asyncio.Future[TokenEntry]
+    began: asyncio.Event
 
 
 class Batch:
@@ -44,18 +45,25 @@ class Batch:
         return len(self._running)
 
     async def decode(
-        self, record: Record, sampling: Sampling, seat: DecodeSeat, output: Output, first: Drawn | None
+        self,
+        record: Record,
+        sampling: Sampling,
+        seat: DecodeSeat,
+        output: Output,
+        first: Drawn | None,
+        replay: Tokens[int] = (),
+        began: asyncio.Event | None = None,
     ) -> TokenEntry:
         """Decode to the end; the entry of the last token, its ``end`` filled in, for the caller to send.
 
-        ``first`` is the last token of ``output`` when prefill has drawn it and it is not in the KV yet. The seat is
-        left in any case.
+        ``first`` (drawn by prefill) and ``replay`` are the last tokens of ``output``, which are not in the KV yet.
+        ``began`` is set with the first token that comes out. The seat is left in any case.
 
         Raises:
             EngineFailed: this sequence cannot go on.
         """
         ended: asyncio.Future[TokenEntry] = asyncio.get_running_loop().create_future()
-        self._running[seat] = Running(record, sampling, seat, output, ended)
+        self._running[seat] = Running(record, sampling, seat, output, ended, began or asyncio.Event())
         try:
             seat.join(first, replay)
             if failpoints.armed:
@@ -72,6 +80,8 @@ class Batch:
         while True:
             try:
                 step = await self._engine.step()
+                if failpoints.armed:
+                    await failpoints.hit("decode.step")
             except EngineFailed as failure:
                 log.exception("a step failed; its sequences end")
                 for seat in list(self._running):
@@ -80,8 +90,6 @@ class Batch:
             for seat, error in step.failed:
                 self._fail(seat, error)
             frames = self._frames(step.drawn)
-                if failpoints.armed:
-                    await failpoints.hit("decode.step")
             for reply_to, entries in frames.items():
                 await self._outbox.send(reply_to, entries)
 
@@ -100,6 +108,7 @@ class Batch:
         return frames
 
     def _advance(self, running: Running, drawn: Drawn) -> TokenEntry:
+        running.began.set()
         output = running.output
         seq = len(output.tokens)
         piece, finish = output.push(drawn.token)

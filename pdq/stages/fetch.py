@@ -61,51 +61,61 @@ class Fetcher:
         for locator in sorted(record.locators, key=lambda it: rank.get(it.transport, len(rank))):
             if locator.transport not in self._transports:
                 tried.append((locator.transport, "not_enabled"))
-            elif not source_alive and locator.transport not in self._settings.write_through:
+            elif not source_alive and not locator.outlives:
                 tried.append((locator.transport, "source_lost"))
             else:
                 good.append(locator)
         return good, tried
 
-    async def land(self, record: Record, now_ms: int, plan: ChunkPlan, reserve: Reserve, ready: Ready) -> Landed:
+    async def land(
+        self, record: Record, now_ms: int, plan: ChunkPlan, reserve: Reserve, ready: Ready, again: Ready
+    ) -> Landed:
         """Fetch into a fresh seat from the first locator that serves.
 
         ``ready`` waits until the record is ``ready`` and returns it: a fetch may start before (overlap), but ends after.
+        ``again`` does the same with a record read anew: its source may have moved the KV to a tier meanwhile.
 
         Raises:
             TransferFailed: no locator served; the message lists what was tried.
         """
-        locators, tried = self.usable(record, now_ms)
+        tried: Tried = []
         started = time.monotonic()
         seat: DecodeSeat | None = None
         try:
-            for locator in locators:
-                if seat is None:
-                    seat = await reserve()
-                    if failpoints.armed:
-                        await failpoints.hit("decode.reserved", record.key.request_id)
-                try:
-                    if failpoints.armed:
-                        await failpoints.hit("decode.fetching", record.key.request_id)
-                    fetched = await self._fetch(locator, record, plan, seat)
-                    if failpoints.armed and await failpoints.hit("decode.landed", record.key.request_id):
-                        fetched = msgspec.structs.replace(
-                            fetched, hashes=(failpoints.WRONG_DIGEST, *fetched.hashes[1:])
-                        )
-                    record = await ready()
-                    _verify(record, plan, fetched)
-                except BufferAtRisk as error:
-                    seat.quarantine()
-                    seat = None
-                    tried.append((locator.transport, error.code))
-                    if cancelling():  # the transport had to report the risk instead of the cancellation
-                        raise asyncio.CancelledError from error
-                except TransferFailed as error:
-                    log.warning("%s over %s: %s", record.key.request_id, locator.transport, error)
-                    tried.append((locator.transport, error.code))
-                else:
-                    seat.landed()
-                    return Landed(seat, record, fetched, tried, time.monotonic() - started)
+            while True:
+                locators, excluded = self.usable(record, now_ms)
+                tried += excluded
+                for locator in locators:
+                    if seat is None:
+                        seat = await reserve()
+                        if failpoints.armed:
+                            await failpoints.hit("decode.reserved", record.key.request_id)
+                    try:
+                        if failpoints.armed:
+                            await failpoints.hit("decode.fetching", record.key.request_id)
+                        fetched = await self._fetch(locator, record, plan, seat)
+                        if failpoints.armed and await failpoints.hit("decode.landed", record.key.request_id):
+                            fetched = msgspec.structs.replace(
+                                fetched, hashes=(failpoints.WRONG_DIGEST, *fetched.hashes[1:])
+                            )
+                        record = await ready()
+                        _verify(record, plan, fetched)
+                    except BufferAtRisk as error:
+                        seat.quarantine()
+                        seat = None
+                        tried.append((locator.transport, error.code))
+                        if cancelling():  # the transport had to report the risk instead of the cancellation
+                            raise asyncio.CancelledError from error
+                    except TransferFailed as error:
+                        log.warning("%s over %s: %s", record.key.request_id, locator.transport, error)
+                        tried.append((locator.transport, error.code))
+                    else:
+                        seat.landed()
+                        return Landed(seat, record, fetched, tried, time.monotonic() - started)
+                current = await again()
+                if (current.locators, current.state) == (record.locators, record.state):
+                    break
+                record = current
         except BaseException:
             if seat is not None:
                 seat.leave()

@@ -8,9 +8,10 @@ from typing import Any
 from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event
-from pdq.core.messages import TokenEntry
+from pdq.core.messages import PrefillJob, TokenEntry
 from pdq.ports import Changes, Record
 from pdq.stages.parts import Parts
+from pdq.stages.text import end_alone, output_of
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,13 @@ AWAY_PAUSE_S = 0.2
 class Finisher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+
+    async def finish_early(self, job: PrefillJob, record: Record, epoch: int) -> bool:
+        """The client has the whole output already, and only the end was lost: send that. False if more is to come."""
+        output = output_of(self._parts.tokenizer, job.sampling, record, job.output_so_far)
+        if output.finish is not None:
+            await self.finish(record, epoch, end_alone(record, output), {"tokens": 0})
+        return output.finish is not None
 
     async def finish(self, record: Record, epoch: int, last: TokenEntry, note: Mapping[str, Any]) -> None:
         """Send ``last`` if the request is still ours to end. A ledger that is away is waited for: the output is

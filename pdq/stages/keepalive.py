@@ -44,10 +44,12 @@ class Keepalive:
         """Renew until ``drop``, or until it is lost."""
         self._holds[hold] = on_lost
 
-    def drop(self, hold: Hold, on_lost: OnLost) -> None:
-        """Stop renewing, unless somebody else took the hold over with a callback of their own."""
-        if self._holds.get(hold) is on_lost:
+    def drop(self, hold: Hold, on_lost: OnLost) -> bool:
+        """Stop renewing, unless somebody else took the hold over with a callback of their own; False if it was lost."""
+        mine = self._holds.get(hold) is on_lost
+        if mine:
             del self._holds[hold]
+        return mine
 
     def move(self, old: Hold, new: Hold) -> None:
         """The same holder goes on under ``new`` (its source lease has become a sink lease)."""

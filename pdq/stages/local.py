@@ -82,8 +82,11 @@ class LocalStage:
     async def _serve(self, taken: Taken, grant: Grant) -> None:
         granted = time.monotonic()
         taken.job = await self._recovery.catch_up(taken.job, grant.record)
+        if taken.job.output_so_far and await self._finisher.finish_early(taken.job, grant.record, grant.epoch):
+            return
         work = prompt_work(taken.job, grant.record)
         run = await self._room.take(lambda: self._engine.admit(work, output=True))
+        self._parts.account.now(grant, "computing", run, run.plan.total)
         try:
             started = time.monotonic()
             async for _ in run.chunks():
@@ -120,7 +123,9 @@ class LocalStage:
         if first is not None:
             await self._parts.outbox.send(record.reply_to, (sent,))
         started, before = time.monotonic(), len(output.tokens)
-        last = await self._batch.decode(record, work.sampling, self._engine.adopt(run, work), output, first)
+        seat = self._engine.adopt(run, work)
+        self._parts.account.now(grant, "decoding", seat, run.plan.total)
+        last = await self._batch.decode(record, work.sampling, seat, output, first)
         decode_note = {
             "decode_ms": round((time.monotonic() - started) * 1000, 3),
             "tokens": len(output.tokens) - before,
@@ -140,6 +145,7 @@ class LocalStage:
             key, Event.ADOPT, epoch=grant.epoch, worker=self._parts.worker, changes=changes, note=note
         )
         taken.adopted = True
+        self._parts.account.adopted(grant)
         self._keepalive.move(Hold(key, Side.SOURCE, grant.epoch), Hold(key, Side.SINK, grant.epoch))
 
     async def _give_back(self, taken: Taken, grant: Grant) -> bool:

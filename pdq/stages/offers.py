@@ -1,22 +1,28 @@
 """The source's side of a handoff's bytes: offered chunk by chunk, held under a lease, let go exactly once.
 
-A held handoff ends by the first of: the sink says it has fetched it, a cancel, the lease is lost (the record ended or
-somebody else's epoch is current), shutdown. Only then are the engine's blocks free again.
+A held handoff ends by the first of: the sink says that it needs it no more, a cancel, the lease is lost (the record ended
+or somebody else's epoch is current), shutdown, or it was moved to a tier (``spill``). Only then are the engine's blocks
+free again. A copy in a tier costs no blocks: it stays until the request has ended, or its TTL has.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from pdq import failpoints
-from pdq.core.errors import InvalidSettings, PdqError
+from pdq.core.errors import InvalidSettings, LedgerRefusal, PdqError
 from pdq.core.layout import chunk_hash
 from pdq.core.lease import Hold
+from pdq.core.messages import Holding
 from pdq.core.settings import TransportSettings
-from pdq.ports import Buffer, ChunkPlan, HandoffRef, KvTransport, Locator, PrefillRun
+from pdq.ports import Buffer, ChunkPlan, HandoffLedger, HandoffRef, KvTransport, Locator, PrefillRun
+from pdq.stages.account import elapsed_ms
 from pdq.stages.keepalive import Keepalive
 
 log = logging.getLogger(__name__)
@@ -49,6 +55,24 @@ class Held:
     ref: HandoffRef
     run: PrefillRun
     hold: Hold
+    chunks: Sequence[Sequence[Buffer]]
+    locators: tuple[Locator, ...]
+    retained: bool
+    """Its lease outlives the fetch, and is given back here."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever reads the chunks besides the transports."""
+    since: float = field(default_factory=time.monotonic)
+
+    def holding(self, doing: Literal["held", "releasing"]) -> Holding:
+        return Holding(
+            request_id=self.ref.key.request_id,
+            side=self.hold.side,
+            epoch=self.ref.epoch,
+            doing=doing,
+            blocks=self.run.blocks_held,
+            bytes=self.run.plan.total,
+            for_ms=elapsed_ms(self.since),
+        )
 
 
 class Offers:
@@ -59,15 +83,21 @@ class Offers:
         transports: Mapping[str, KvTransport],
         settings: TransportSettings,
         keepalive: Keepalive,
+        ledger: HandoffLedger,
         freed: Callable[[], None],
     ) -> None:
         self._transports = [transports[name] for name in offering(settings)]
+        self._tiers = frozenset(settings.write_through)
+        self._tier_ttl_s = settings.tier_ttl_s
         self._keepalive = keepalive
+        self._ledger = ledger
         self._freed = freed
         self._held: dict[str, Held] = {}
+        self._in_tiers: dict[str, tuple[HandoffRef, Sequence[KvTransport], float]] = {}
+        """What is kept of handoffs that were let go, oldest first, and until when (``time.monotonic``)."""
         # A bound method is a new object each time, and the keepalive compares callbacks by identity.
         self._on_lost: Callable[[Hold], None] = lambda hold: self.let_go(hold.key.request_id, hold.epoch)
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releasing: dict[asyncio.Task[None], Held | None] = {}
         self._gone = asyncio.Event()
 
     def __len__(self) -> int:
@@ -87,7 +117,8 @@ class Offers:
         for transport in self._transports:
             try:
                 locator = await transport.offer(ref, plan, index, parts)
-                locators.append(msgspec.structs.replace(locator, epoch=ref.epoch))
+                outlives = transport.name in self._tiers
+                locators.append(msgspec.structs.replace(locator, epoch=ref.epoch, outlives=outlives))
             except PdqError as error:
                 # One way less for the sink; the request only fails if no way is left.
                 log.warning("cannot offer %s on %s: %s", ref.key.request_id, transport.name, error)
@@ -100,36 +131,87 @@ class Offers:
         self._held[held.ref.key.request_id] = held
         self._keepalive.hold(held.hold, self._on_lost)
 
+    def oldest(self) -> list[Held]:
+        """What is held, in the order in which it came."""
+        return list(self._held.values())
+
     def let_go(self, request_id: str, epoch: int | None = None) -> None:
-        """Release in the background; unknown ids (and other attempts than ``epoch``) are fine."""
+        """Nobody needs the blocks any more. Released in the background; unknown ids (and other attempts than ``epoch``)
+        are fine."""
         held = self._held.get(request_id)
         if held is None or (epoch is not None and held.ref.epoch != epoch):
             return
         del self._held[request_id]
-        self._keepalive.drop(held.hold, self._on_lost)
-        task = asyncio.create_task(self.release(held.ref, held.run))
-        self._releasing.add(task)
+        lease_runs = held.retained and self._keepalive.drop(held.hold, self._on_lost)
+        self._background(held, self._let_go(held, lease_runs))
+        self._remember(held.ref, [it for it in self._transports if it.name in self._tiers])
+
+    def end(self, request_id: str) -> None:
+        """The request has ended: the copies in tiers go, too."""
+        held = self._held.get(request_id)
+        self.let_go(request_id)
+        if kept := self._in_tiers.pop(request_id, None):
+            ref, tiers, _ = kept
+            self._background(held, self._release(ref, tiers))
+
+    def moved(self, held: Held, tier: KvTransport) -> None:
+        """All of it lies in ``tier`` now, and the record says so."""
+        self.let_go(held.ref.key.request_id, held.ref.epoch)
+        self._remember(held.ref, [tier])
+
+    def _remember(self, ref: HandoffRef, tiers: Sequence[KvTransport]) -> None:
+        now = time.monotonic()
+        if tiers:
+            self._in_tiers[ref.key.request_id] = ref, tiers, now + self._tier_ttl_s
+        while self._in_tiers and (first := next(iter(self._in_tiers.items())))[1][2] < now:
+            del self._in_tiers[first[0]]
+            self._background(None, self._release(*first[1][:2]))
+
+    def _background(self, held: Held | None, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._releasing[task] = held
         task.add_done_callback(self._released)
 
     def _released(self, task: asyncio.Task[None]) -> None:
-        self._releasing.discard(task)
+        del self._releasing[task]
         if not task.cancelled() and (error := task.exception()):
             log.error("release failed", exc_info=error)
         self._gone.set()
         self._freed()
 
     async def release(self, ref: HandoffRef, run: PrefillRun) -> None:
-        """No transport reads the blocks any more, then they go back to the pool."""
+        """An attempt that came to nothing: no transport reads the blocks any more, then they go back to the pool."""
         try:
-            for transport in self._transports:
-                try:
-                    await transport.release(ref)
-                except PdqError as error:
-                    # A tier that is away frees by its own TTL.
-                    log.warning("release of %s on %s: %s", ref.key.request_id, transport.name, error)
+            await self._release(ref, self._transports)
         finally:
             run.release()
             self._freed()
+
+    async def _let_go(self, held: Held, lease_runs: bool) -> None:
+        try:
+            await self._release(held.ref, [it for it in self._transports if it.name not in self._tiers])
+            async with held.reading:
+                pass
+        finally:
+            held.run.release()
+            self._freed()
+        if lease_runs:
+            with suppress(LedgerRefusal):
+                await self._ledger.release(held.hold.key, held.hold.side, held.hold.epoch)
+
+    @staticmethod
+    async def _release(ref: HandoffRef, transports: Sequence[KvTransport]) -> None:
+        for transport in transports:
+            try:
+                await transport.release(ref)
+            except PdqError as error:
+                # A tier that is away frees by its own TTL.
+                log.warning("release of %s on %s: %s", ref.key.request_id, transport.name, error)
+
+    def holdings(self) -> list[Holding]:
+        """What this worker keeps for others to fetch, or is just letting go of."""
+        kept = [held.holding("held") for held in self._held.values()]
+        return kept + [held.holding("releasing") for held in self._releasing.values() if held]
 
     async def empty(self) -> None:
         """Until nothing is held any more."""

@@ -5,16 +5,18 @@ delivered again, and a record that says how far it came.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdq import failpoints
 from pdq.core import errors
-from pdq.core.handoff import Event, Side
+from pdq.core.handoff import Event, Retain, Side
 from pdq.core.layout import manifest_digest
 from pdq.core.lease import Hold
 from pdq.core.messages import PrefillJob, TokenLogprobs
 from pdq.ports import (
+    Buffer,
     Changes,
     Delivery,
     Drawn,
@@ -47,6 +49,7 @@ class Attempt:
     work: PromptWork
     run: PrefillRun
     hashes: list[str] = field(default_factory=list)
+    chunks: list[Sequence[Buffer]] = field(default_factory=list)
     locators: tuple[Locator, ...] = ()
     announced: bool = False
     held: bool = False
@@ -97,9 +100,12 @@ class PrefillStage:
         if failpoints.armed:
             await failpoints.hit("prefill.begun", grant.record.key.request_id)
         job = await self._recovery.catch_up(job, grant.record)
+        if job.output_so_far and await self._finisher.finish_early(job, grant.record, grant.epoch):
+            return
         work = prompt_work(job, grant.record)
         run = await self._room.take(lambda: self._engine.admit(work))
         attempt = Attempt(job, grant, work, run, granted=granted)
+        self._parts.account.now(grant, "computing", run, run.plan.total)
         try:
             if failpoints.armed:
                 await failpoints.hit("prefill.admitted", grant.record.key.request_id)
@@ -118,8 +124,11 @@ class PrefillStage:
         async for index, chunk in attempt.run.chunks():
             if failpoints.armed:
                 await failpoints.hit("prefill.chunk", request_id)
-            digest, attempt.locators = await self._offers.offer(attempt.ref, attempt.run.plan, index, chunk)
+            digest, locators = await self._offers.offer(attempt.ref, attempt.run.plan, index, chunk)
+            # A way that failed for one chunk is no way to the whole.
+            attempt.locators = tuple(it for it in locators if not index or it in attempt.locators)
             attempt.hashes.append(digest)
+            attempt.chunks.append(chunk)
             if failpoints.armed:
                 await failpoints.hit("prefill.offered", request_id)
             if index == 0 and order != "on_complete":
@@ -171,8 +180,10 @@ class PrefillStage:
             note=self._note(attempt),
         )
         hold = Hold(attempt.record.key, Side.SOURCE, attempt.grant.epoch)
-        self._offers.keep(Held(attempt.ref, attempt.run, hold))
+        retained = Retain(attempt.record.policy.retain) is not Retain.FETCHED
+        self._offers.keep(Held(attempt.ref, attempt.run, hold, attempt.chunks, attempt.locators, retained))
         attempt.held = True
+        self._parts.account.now(attempt.grant, "finishing")
         if failpoints.armed:
             await failpoints.hit("prefill.after_ready", attempt.record.key.request_id)
 

@@ -15,9 +15,10 @@ from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
 from pdq.core.messages import DecodeJob, PrefillJob, decode
 from pdq.core.settings import LeaseSettings
-from pdq.ports import HandoffLedger, JobQueue, Queue, Record
+from pdq.ports import Changes, HandoffLedger, JobQueue, Queue, Record
 from pdq.stages.conduct import NOT_OURS
 from pdq.stages.endings import Endings
+from pdq.stages.recover import may_offer_again
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +73,22 @@ class Reaper:
                 await self._put_back(record, Event.REQUEUE)
             elif record.state is State.READY and _ran_out(record, Event.YIELD, now_ms):
                 await self._put_back(record, Event.YIELD)
+            elif (
+                record.state is State.FETCHED
+                and _ran_out(record, Event.YIELD, now_ms)
+                and may_offer_again(record, now_ms)
+            ):
+                await self._put_back(record, Event.YIELD, Changes(streams_lost=record.streams_lost + 1))
             else:
                 await self._ledger.reap(key)
         except NOT_OURS as error:
             log.debug("%s moved on by itself: %s", key.request_id, error)
 
-    async def _put_back(self, record: Record, event: Event) -> None:
+    async def _put_back(self, record: Record, event: Event, changes: Changes | None = None) -> None:
         lease = record.source if event is Event.REQUEUE else record.sink
         holder = lease.worker if lease else "nobody"
         note = {"reason": "lease_ran_out", "holder": holder}
-        await self._ledger.apply(record.key, event, worker=NAME, note=note)
+        await self._ledger.apply(record.key, event, worker=NAME, changes=changes, note=note)
         log.warning("request %s: the lease of %s ran out in %s", record.key.request_id, holder, record.state)
 
     async def _exhausted(self, queue: Queue, data: bytes) -> None:

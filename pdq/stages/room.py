@@ -21,6 +21,11 @@ class Room:
         """Jobs that may be pulled now; none while one that was pulled waits for blocks."""
         return 0 if self._turn.locked() else self._free()
 
+    @property
+    def starved(self) -> bool:
+        """A job that was pulled waits for blocks."""
+        return self._turn.locked()
+
     def changed(self) -> None:
         """To be called by whoever gives something back."""
         self._changed.set()

@@ -41,6 +41,17 @@ def done(record: Record, finish: Finish, output: Output) -> End:
     )
 
 
+def end_alone(record: Record, output: Output) -> TokenEntry:
+    """The end of an output of which every token is out already."""
+    assert output.finish is not None
+    return TokenEntry(
+        request_id=record.key.request_id,
+        seq=len(output.tokens),
+        end=done(record, output.finish, output),
+        client_id=record.client_id,
+    )
+
+
 def first_token_ms(grant: Grant, granted: float) -> float:
     """From the request's acceptance until now; ``granted`` is ``time.monotonic`` at the grant."""
     return round(grant.now_ms - grant.record.created_ms + (time.monotonic() - granted) * 1000, 3)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdq.core import errors, names
-from pdq.core.messages import Cancel, Control, Drain, Release, Resend
+from pdq.core.messages import AccountAnswer, Cancel, Control, Drain, OfferedHandoff, Release, Resend
 from pdq.core.settings import Settings
 from pdq.ports import (
     HandoffLedger,
@@ -39,6 +39,7 @@ from pdq.stages.outbox import Outbox
 from pdq.stages.parts import Parts
 from pdq.stages.prefill import PrefillStage
 from pdq.stages.room import Room
+from pdq.stages.spill import Spill
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Worker:
         self._room = Room(self._free)
         self._batch = Batch(engine, self._outbox, tokenizer)
         self._offers: Offers | None = None
+        self._spill: Spill | None = None
+        self._consumers: list[Consumer] = []
         self._background: set[asyncio.Task[None]] = set()
 
     # --- what it says of itself ---------------------------------------------------------------------------------------
@@ -110,6 +113,24 @@ class Worker:
             served=self._conductor.taken,
         )
 
+    def account(self) -> AccountAnswer:
+        """What it holds now, for whoever compares that with the ledger."""
+        engine = self._engine.occupancy()
+        kept = self._offers.holdings() if self._offers is not None else []
+        return AccountAnswer(
+            worker=self._parts.worker,
+            model=self._parts.model,
+            holdings=(*self._parts.account.holdings(), *kept),
+            total_blocks=engine.total_blocks,
+            free_blocks=engine.free_blocks,
+            quarantined_blocks=engine.quarantined_blocks,
+            offers={
+                name: tuple(OfferedHandoff(ref.key.request_id, ref.epoch) for ref in transport.holding())
+                for name, transport in self._parts.transports.items()
+            },
+            jobs=tuple(job for consumer in self._consumers for job in consumer.in_hand()),
+        )
+
     def _free(self) -> int:
         """Requests that may be pulled now."""
         engine = self._engine.occupancy()
@@ -127,17 +148,22 @@ class Worker:
         """
         parts = self._parts
         pairing.check(self.info(), await self._registry.workers(parts.model), parts.settings.handoff)
-        consumers = self._consumers()
+        self._consumers = consumers = self._stages()
         subscriptions = [
             await parts.bus.on_control(names.CANCEL_SUBJECT, self._hear),
             await parts.bus.on_control(names.worker_subject(parts.worker), lambda it: self._hear(it, lifecycle)),
+            await parts.bus.answer_account(parts.worker, self.account),
         ]
         always = [asyncio.ensure_future(it) for it in (self._keepalive.run(), self._batch.run(), self._sweep())]
+        if self._spill is not None:
+            always.append(asyncio.ensure_future(self._spill.run()))
         try:
             await self._keepalive.announce()
             log.info("%s worker %s serves %s", self._pool, parts.worker, parts.model)
             await lifecycle.until(lifecycle.stopped, self._serve(consumers, lifecycle, always))
         finally:
+            if self._spill is not None:
+                await self._spill.all()
             if self._offers is not None:
                 await self._offers.close()
             for task in (*always, *self._background):
@@ -180,10 +206,14 @@ class Worker:
             for transport in self._parts.transports.values():
                 await asyncio.to_thread(transport.sweep)
 
-    def _consumers(self) -> list[Consumer]:
+    def _stages(self) -> list[Consumer]:
+        """The stages of its pool, each behind its queue."""
         if self._pool is Pool.PREFILL:
             transport = self._parts.settings.transport
-            self._offers = Offers(self._parts.transports, transport, self._keepalive, self._room.changed)
+            self._offers = Offers(
+                self._parts.transports, transport, self._keepalive, self._parts.ledger, self._room.changed
+            )
+            self._spill = Spill(self._parts, transport, self._offers, self._room)
             stage = PrefillStage(self._parts, self._engine, self._conductor, self._offers, self._room)
             return [self._consumer(Queue.PREFILL, stage.handle)]
         fetcher = Fetcher(self._parts.transports, self._parts.settings.transport)
@@ -210,18 +240,15 @@ class Worker:
             case Cancel(request_ids):
                 for request_id in request_ids:
                     self._conductor.interrupt(request_id, errors.RequestCancelled("the request has ended"))
-                    self._let_go(request_id)
-            case Release(request_ids):
+                    if self._offers is not None:
+                        self._offers.end(request_id)
+            case Release(request_ids) if self._offers is not None:
                 for request_id in request_ids:
-                    self._let_go(request_id)
+                    self._offers.let_go(request_id)
             case Resend():
                 self._spawn(self._outbox.resend(message))
             case Drain(deadline_ms) if lifecycle is not None:
                 lifecycle.drain(deadline_ms / 1000)
-
-    def _let_go(self, request_id: str) -> None:
-        if self._offers is not None:
-            self._offers.let_go(request_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_quietly(work))

@@ -78,6 +78,7 @@ class SimEngine:
             steps=self._steps,
             tokens=self.tokens,
             peak_batch=self._peak,
+            quarantined_blocks=self.pool.quarantined,
         )
 
     async def close(self) -> None:
@@ -160,6 +161,10 @@ class SimRun:
         self.plan = ChunkPlan(tuple(layout.chunk_lengths(len(work.tokens))))
         self.first: Drawn | None = None
 
+    @property
+    def blocks_held(self) -> int:
+        return len(self._blocks)
+
     async def chunks(self) -> AsyncIterator[tuple[int, Sequence[Buffer]]]:
         engine, layout, tokens = self._engine, self._engine.contract.layout, self._work.tokens
         link = b""
@@ -202,13 +207,17 @@ class SimSeat:
         spans = (layout.chunk_blocks(index, tokens) for index in range(layout.chunks_for(tokens)))
         return [self._engine.pool.parts(self._blocks[span.start : span.stop]) for span in spans]
 
+    @property
+    def blocks_held(self) -> int:
+        return len(self._blocks)
+
     def landed(self) -> None:
         """Nothing to copy: the bytes lie where they belong."""
 
-    def join(self, first: Drawn | None) -> None:
+    def join(self, first: Drawn | None, replay: Sequence[int] = ()) -> None:
         prompt_end = len(self._work.tokens) - self._work.resumed - 1
         self._link = self._engine.pool.link_at(self._blocks, prompt_end)
-        self._position += first is not None
+        self._position += (first is not None) + len(replay)
         self._engine.put_in_batch(self)
 
     def next(self) -> Drawn:
@@ -223,4 +232,5 @@ class SimSeat:
 
     def quarantine(self) -> None:
         self._engine.take_from_batch(self)
+        self._engine.pool.quarantined += len(self._blocks)
         self._blocks = []

@@ -61,6 +61,8 @@ def of_changes(changes: Changes | None) -> list[Argument]:
             value = _layout_text(value)
         elif name == "locators":
             value = _encode(value)
+        elif name == "streaming":
+            value = int(value)
         flat += (name, value)
     return flat
 
@@ -97,6 +99,8 @@ def record(key: RecordKey, flat: Sequence[Any], drops: Sequence[bytes] = (), set
         digest=f.get(b"digest", b"").decode(),
         first_token=int(first_token) if first_token else None,
         emitted=int(f.get(b"emitted", 0)),
+        streaming=f.get(b"streaming") == b"1",
+        streams_lost=int(f.get(b"streams_lost", 0)),
         ended_code=f.get(b"ended_code", b"").decode(),
         ended_message=f.get(b"ended_message", b"").decode(),
         created_ms=int(f[b"created_ms"]),

@@ -3,7 +3,7 @@
 import pytest
 
 from pdq.adapters.tokenizer import ByteTokenizer
-from pdq.core.messages import ChatMessage
+from pdq.core.messages import ChatMessage, PolicyWish
 from tests.unit.bridge.harness import ANSWER, MESSAGES, MODEL, rig
 
 PROMPT = len(ByteTokenizer().encode(ByteTokenizer().render([ChatMessage("user", "hello")]), add_special_tokens=False))
@@ -190,7 +190,7 @@ async def test_internal_fields_cannot_be_set_by_a_client() -> None:
     job = world.jobs[0]
     assert job.request_id != "mine"
     assert job.reply_to == "pdq.tokens.bridge-test"
-    assert job.policy.max_attempts == 3
+    assert job.policy == PolicyWish()
     assert job.output_so_far == ()
 
 
