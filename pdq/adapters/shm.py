@@ -31,6 +31,7 @@ import xxhash
 from pdq import failpoints
 from pdq.adapters.buffers import INLINE_BYTES, copy, cut, fitting, fitting_all, off_loop
 from pdq.adapters.hosts import boot_id
+from pdq.adapters.shm_segments import segments, unlink_if_dead
 from pdq.core.errors import DigestMismatch, HandoffUnknown, PeerLost, TransferFailed
 from pdq.core.lease import RecordKey
 from pdq.core.names import SHM_PREFIX
@@ -132,17 +133,7 @@ class ShmTransport:
 
     def sweep(self) -> int:
         """Unlink the segments of processes that died; how many there were."""
-        swept = 0
-        for path in self._root.glob(SHM_PREFIX + "*"):
-            with suppress(OSError):  # another user's, unlinked just now, or locked: alive
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    swept += 1
-                finally:
-                    os.close(fd)
-        return swept
+        return sum(map(unlink_if_dead, segments(self._root)))
 
     # --- Source -------------------------------------------------------------------------------------------------------
 

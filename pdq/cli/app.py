@@ -5,7 +5,21 @@ from typing import Final
 
 import typer
 
-from pdq.cli import demo, failpoints, leases, programs, publish, schemas, settings, states, status, trace, up
+from pdq.cli import (
+    audit,
+    cancel,
+    demo,
+    failpoints,
+    leases,
+    programs,
+    publish,
+    schemas,
+    settings,
+    states,
+    status,
+    trace,
+    up,
+)
 from pdq.core import errors
 
 EXIT_OTHER: Final = 1
@@ -26,7 +40,9 @@ app.command()(up.up)
 app.command()(demo.demo)
 app.command()(status.status)
 app.command()(leases.leases)
+app.command()(audit.audit)
 app.command()(trace.trace)
+app.command()(cancel.cancel)
 app.command()(publish.publish)
 app.command()(programs.bridge)
 app.command()(programs.worker)

@@ -77,6 +77,11 @@ def worker_subject(worker: str) -> str:
     return f"pdq.control.worker.{worker}"
 
 
+def account_subject(worker: str) -> str:
+    """Where a worker is asked (NATS request) what it holds."""
+    return f"{worker_subject(worker)}.account"
+
+
 def publishable(subject: str) -> bool:
     """May frames be sent there? A requester names its own subject, never one of pdq's own or the broker's."""
     tokens = subject.split(".")
@@ -115,6 +120,16 @@ def due_key(model: str) -> str:
 def tier_key(model: str, request_id: str, epoch: int, part: str) -> str:
     """String: one chunk (``part`` is its index) or the header (``head``) of KV bytes in the Redis tier."""
     return f"pdq:{{{model}}}:kv:{request_id}:{epoch}:{part}"
+
+
+TIER_KEYS: Final = "pdq:{*}:kv:*"
+"""A pattern for every ``tier_key``."""
+
+
+def of_tier_key(key: str) -> tuple[str, str, int]:
+    """Model, request id and epoch of a ``tier_key``."""
+    model, request_id, epoch, _ = key.rsplit(":", 3)
+    return model.removeprefix("pdq:{").removesuffix("}:kv"), request_id, int(epoch)
 
 
 def worker_key(worker: str) -> str:

@@ -73,8 +73,9 @@ class Conductor:
             def on_lost(hold: Hold) -> None:
                 work.interrupt(errors.StaleEpoch(f"lease {hold.side} of {key.request_id} is lost"))
 
+            hold = Hold(key, side, grant.epoch)
             try:
-                with self._keepalive.holding(Hold(key, side, grant.epoch), on_lost):
+                with self._parts.account.under(hold), self._keepalive.holding(hold, on_lost):
                     await self._under(grant, work.run(body(grant, work)), give_back)
             finally:
                 if self._working.get(key.request_id) is work:

@@ -7,13 +7,16 @@ and nowhere else. A job whose handling is cut by shutdown goes back to the queue
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from pdq import failpoints
 from pdq.core.delivery import Ack, Reject, Retry, verdict
 from pdq.core.errors import PdqError
+from pdq.core.messages import JobInHand
 from pdq.ports import Delivery, JobQueue, Queue
+from pdq.stages.account import elapsed_ms
 from pdq.stages.keepalive import Keepalive
 from pdq.stages.room import Room
 
@@ -49,6 +52,14 @@ class Consumer:
         self._handle = handle
         self._keepalive = keepalive
         self._tasks: set[asyncio.Task[None]] = set()
+        self._in_hand: dict[Delivery, float] = {}
+
+    def in_hand(self) -> list[JobInHand]:
+        """The jobs that have no verdict yet."""
+        return [
+            JobInHand(self._queue.value, delivery.sequence, elapsed_ms(since))
+            for delivery, since in self._in_hand.items()
+        ]
 
     async def run(self, draining: asyncio.Event) -> None:
         """Pull until ``draining`` is set, then return when the last job has its verdict. Cancelling cuts them off."""
@@ -85,6 +96,7 @@ class Consumer:
             await asyncio.sleep(0)
 
     async def _one(self, delivery: Delivery) -> None:
+        self._in_hand[delivery] = time.monotonic()
         try:
             with self._keepalive.in_progress(delivery):
                 error = await self._outcome(delivery)
@@ -97,6 +109,7 @@ class Consumer:
             # The broker or ledger is away: the job comes back by itself after ack_wait.
             log.warning("no verdict for job %s/%d (%s): %s", self._queue, delivery.sequence, error.code, error)
         finally:
+            del self._in_hand[delivery]
             self._room.changed()
 
     async def _outcome(self, delivery: Delivery) -> Exception | None:

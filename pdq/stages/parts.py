@@ -1,10 +1,11 @@
 """What all stages of one worker share: its identity, its ports, and how it speaks to requesters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, Tokenizer
+from pdq.stages.account import Account
 from pdq.stages.outbox import Outbox
 
 
@@ -20,3 +21,4 @@ class Parts:
     tokenizer: Tokenizer
     transports: Mapping[str, KvTransport]
     max_context: int
+    account: Account = field(default_factory=Account)

@@ -60,7 +60,7 @@ class MemoryPlace:
         self._bus.publish(subject, data)
 
     async def dead(self, queue: str, model: str) -> list[Dead]:
-        return [Dead(d.code, d.detail, d.data) for d in self._queue.dead if (d.queue, d.model) == (queue, model)]
+        return [Dead(d.code, d.detail, d.data) for d in self._queue.letters if (d.queue, d.model) == (queue, model)]
 
     async def close(self) -> None:
         pass

@@ -32,6 +32,8 @@ class KvPool:
         self.total = blocks
         self._memory = memoryview(bytearray(layout.block_bytes * blocks))
         self._free = list(range(blocks - 1, -1, -1))
+        self.quarantined = 0
+        """Blocks that are never handed out again."""
 
     @property
     def free(self) -> int:

@@ -76,6 +76,7 @@ class TorchEngine:
             steps=self._batch.steps,
             tokens=self._machine.tokens,
             peak_batch=self._batch.peak,
+            quarantined_blocks=self._allocator.quarantined,
         )
 
     async def close(self) -> None:

@@ -38,6 +38,10 @@ class TorchRun:
         return ChunkPlan(tuple(self._layout.chunk_lengths(len(self._work.tokens))))
 
     @property
+    def blocks_held(self) -> int:
+        return len(self.blocks)
+
+    @property
     def first(self) -> Drawn | None:
         return self._first
 

@@ -6,14 +6,28 @@ turn of the loop, as a network would.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from msgspec import Struct
+
+from pdq.core import names
 from pdq.core.errors import InvalidMessage
-from pdq.core.messages import MAX_MESSAGE_BYTES, Control, OutputAnswer, OutputQuestion, TokenFrame, decode, encode
+from pdq.core.messages import (
+    MAX_MESSAGE_BYTES,
+    AccountAnswer,
+    AccountQuestion,
+    Control,
+    OutputAnswer,
+    OutputQuestion,
+    TokenFrame,
+    decode,
+    encode,
+)
 from pdq.core.stream import halves
 
 Handler = Callable[[bytes], None]
-Answerer = Callable[[str], OutputAnswer]
+Answerer = Callable[[bytes], Struct]
+T = TypeVar("T")
 _CONTROL: Final[Any] = Control
 
 
@@ -41,24 +55,28 @@ class MemoryBus:
         self,
         subject: str,
         on_frame: Callable[[TokenFrame], None],
-        answer: Answerer | None = None,
+        answer: Callable[[str], OutputAnswer] | None = None,
     ) -> "MemorySubscription":
         def handle(data: bytes) -> None:
             on_frame(decode(data, TokenFrame))
 
         subscription = self._subscribe(subject, handle)
         if answer is not None:
-            self._answerers.setdefault(subject, []).append(answer)
-            subscription.also(lambda: self._answerers[subject].remove(answer))
+            subscription.also(self._answer(subject, lambda data: answer(decode(data, OutputQuestion).request_id)))
         return subscription
 
     async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
-        question = decode(encode(OutputQuestion(request_id)), OutputQuestion)
-        await asyncio.sleep(0)
-        for answer in self._answerers.get(reply_to, ()):
-            return decode(encode(answer(question.request_id)), OutputAnswer)
-        await asyncio.sleep(timeout_s)
-        return None
+        return await self._ask(reply_to, OutputQuestion(request_id), OutputAnswer, timeout_s)
+
+    async def ask_account(self, worker: str, timeout_s: float) -> AccountAnswer | None:
+        return await self._ask(names.account_subject(worker), AccountQuestion(), AccountAnswer, timeout_s)
+
+    async def answer_account(self, worker: str, answer: Callable[[], AccountAnswer]) -> "MemorySubscription":
+        def reply(data: bytes) -> AccountAnswer:
+            decode(data, AccountQuestion)
+            return answer()
+
+        return MemorySubscription(self._answer(names.account_subject(worker), reply))
 
     async def control(self, subject: str, message: Control) -> None:
         self.publish(subject, encode(message))
@@ -74,6 +92,18 @@ class MemoryBus:
         """Any bytes to whoever listens there."""
         for handler in self._handlers.get(subject, ()):
             asyncio.get_running_loop().call_soon(self._hand_over, subject, handler, data)
+
+    def _answer(self, subject: str, answer: Answerer) -> Callable[[], None]:
+        """Answer questions on ``subject``; returns how to stop that."""
+        self._answerers.setdefault(subject, []).append(answer)
+        return lambda: self._answerers[subject].remove(answer)
+
+    async def _ask(self, subject: str, question: Struct, kind: type[T], timeout_s: float) -> T | None:
+        await asyncio.sleep(0)
+        for answer in self._answerers.get(subject, ()):
+            return decode(encode(answer(encode(question))), kind)
+        await asyncio.sleep(timeout_s)
+        return None
 
     def _hand_over(self, subject: str, handler: Handler, data: bytes) -> None:
         if handler not in self._handlers.get(subject, ()):

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from pdq.core import errors
+from pdq.core.audit import Books
 from pdq.core.handoff import (
     KV_FIELDS,
     LIVE,
@@ -245,6 +246,9 @@ class MemoryLedger:
         return Load(
             *({s: n for s, n in each.items() if s in LIVE} for each in (requests, prompt_tokens, reserved_tokens))
         )
+
+    async def books(self, model: str, *, mend: bool = False) -> Books:
+        return Books()  # nothing is kept beside the records
 
     async def models(self) -> Sequence[str]:
         return sorted(self._models)

@@ -16,7 +16,7 @@ from pdq.core import names
 from pdq.core.errors import InvalidMessage, Overloaded
 from pdq.core.messages import MAX_MESSAGE_BYTES, Priority
 from pdq.core.settings import QueueSettings
-from pdq.ports import Delivery, Queue, Subscription
+from pdq.ports import Delivery, Queue, StoredJob, Subscription
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +71,7 @@ class MemoryDelivery:
     async def reject(self, code: str, detail: str) -> None:
         job = self._job
         if self._owner.remove(job):
-            self._owner.dead.append(DeadLetter(job.queue, job.model, job.data, code, detail))
+            self._owner.letters.append(DeadLetter(job.queue, job.model, job.data, code, detail))
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +90,7 @@ class MemoryQueue:
     """See ``pdq.ports.JobQueue``."""
 
     def __init__(self, settings: QueueSettings) -> None:
-        self.dead: list[DeadLetter] = []
+        self.letters: list[DeadLetter] = []
         self._settings = settings
         self._sequences = dict.fromkeys(Queue, 0)
         self._stored = dict.fromkeys(Queue, 0)
@@ -158,6 +158,22 @@ class MemoryQueue:
         self._expire(lane, time.monotonic())
         return sum(map(len, lane.ready.values())), len(lane.out)
 
+    async def stored(self, queue: Queue, model: str, limit: int) -> Sequence[StoredJob] | None:
+        lane = self._lane(queue, model)
+        self._expire(lane, time.monotonic())
+        jobs = sorted((*itertools.chain(*lane.ready.values()), *lane.out), key=lambda job: job.sequence)
+        if len(jobs) > limit:
+            return None
+        return [
+            StoredJob(job.sequence, job.published_ms, job.data)
+            for priority in names.PRIORITIES
+            for job in jobs
+            if job.priority == priority
+        ]
+
+    async def dead(self, model: str) -> int:
+        return sum(letter.model == model for letter in self.letters)
+
     async def watch_exhausted(self, on_exhausted: Callable[[Queue, bytes], Awaitable[None]]) -> Subscription:
         self._watchers.append(on_exhausted)
         return _Watch(self._watchers, on_exhausted)
@@ -220,7 +236,7 @@ class MemoryQueue:
                 lane.ready[job.priority].appendleft(job)
             elif self._watchers and self.remove(job):
                 detail = f"delivered {job.deliveries} times without an acknowledgement"
-                self.dead.append(DeadLetter(job.queue, job.model, job.data, "max_deliveries", detail))
+                self.letters.append(DeadLetter(job.queue, job.model, job.data, "max_deliveries", detail))
                 await self._watchers[0](job.queue, job.data)
 
     def _expire(self, lane: _Lane, now: float) -> None:

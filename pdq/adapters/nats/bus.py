@@ -7,15 +7,19 @@ fit is dropped and counted, and the receiver asks for it again when it notices t
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from msgspec import Struct
 from nats.aio.msg import Msg
 
-from pdq.adapters.nats.connection import Connection, NatsSubscription, NoAnswer, status
 from pdq import failpoints
+from pdq.adapters.nats.connection import Connection, NatsSubscription, NoAnswer, status
+from pdq.core import names
 from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.messages import (
     MAX_MESSAGE_BYTES,
+    AccountAnswer,
+    AccountQuestion,
     Control,
     OutputAnswer,
     OutputQuestion,
@@ -29,6 +33,7 @@ ASK_AGAIN_S: Final = 0.05
 
 _CONTROL: Final[Any] = Control
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class NatsBus:
@@ -47,13 +52,13 @@ class NatsBus:
         return self._connection.slow_consumer_drops
 
     async def send(self, reply_to: str, frame: TokenFrame) -> None:
+        if failpoints.armed and await failpoints.hit("bus.send"):
+            return
         data = encode(frame)
         if len(data) > min(self._connection.max_payload, MAX_MESSAGE_BYTES):
             parts = halves(frame)
             if not parts:
                 raise InvalidMessage(f"a frame of {len(data)} bytes cannot be split below the broker's limit")
-        if failpoints.armed and await failpoints.hit("bus.send"):
-            return
             for part in parts:
                 await self.send(reply_to, part)
             return
@@ -86,33 +91,25 @@ class NatsBus:
             return None
         return await self._ask(reply_to, OutputQuestion(request_id), OutputAnswer, timeout_s)
 
-        An owner that is just connecting again (after a restart of the broker) is not there for a moment, so "nobody
-        listens" is not believed before the time is up.
+    async def ask_account(self, worker: str, timeout_s: float) -> AccountAnswer | None:
+        return await self._ask(names.account_subject(worker), AccountQuestion(), AccountAnswer, timeout_s)
 
-        Raises:
-            Unavailable: the broker is away.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        question = encode(OutputQuestion(request_id))
-        while (left_s := deadline - loop.time()) > 0:
+    async def answer_account(self, worker: str, answer: Callable[[], AccountAnswer]) -> NatsSubscription:
+        subject = names.account_subject(worker)
+
+        def handle(message: Msg) -> None:
             try:
-                reply = await self._connection.request(reply_to, question, timeout_s=left_s)
-            except NoAnswer:
-                break
-            if status(reply) != 503:
-                try:
-                    return decode(reply.data, OutputAnswer)
-                except InvalidMessage as error:
-                    self._count_junk(reply_to, error)
-                    return None
-            await asyncio.sleep(min(ASK_AGAIN_S, left_s))
-        await self._connection.settled()  # it is the owner that does not answer, not the broker
-        if failpoints.armed and await failpoints.hit("bus.control"):
-            return
-        return None
+                decode(message.data, AccountQuestion)
+            except InvalidMessage as error:
+                self._count_junk(subject, error)
+            else:
+                self._connection.post(message.reply, encode(answer()))
+
+        return await self._connection.subscribe(subject, handle)
 
     async def control(self, subject: str, message: Control) -> None:
+        if failpoints.armed and await failpoints.hit("bus.control"):
+            return
         await self._connection.publish(subject, encode(message))
 
     async def on_control(self, subject: str, handler: Callable[[Control], None]) -> NatsSubscription:
@@ -125,6 +122,33 @@ class NatsBus:
                 handler(command)
 
         return await self._connection.subscribe(subject, handle)
+
+    async def _ask(self, subject: str, question: Struct, kind: type[T], timeout_s: float) -> T | None:
+        """None only if the broker is there and nobody answered: a worker gives a request up on None.
+
+        Who is asked may be just connecting again (after a restart of the broker) and not be there for a moment, so
+        "nobody listens" is not believed before the time is up.
+
+        Raises:
+            Unavailable: the broker is away.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        data = encode(question)
+        while (left_s := deadline - loop.time()) > 0:
+            try:
+                reply = await self._connection.request(subject, data, timeout_s=left_s)
+            except NoAnswer:
+                break
+            if status(reply) != 503:
+                try:
+                    return decode(reply.data, kind)
+                except InvalidMessage as error:
+                    self._count_junk(subject, error)
+                    return None
+            await asyncio.sleep(min(ASK_AGAIN_S, left_s))
+        await self._connection.settled()  # it is the other side that does not answer, not the broker
+        return None
 
     def _count_junk(self, subject: str, error: InvalidMessage) -> None:
         self.junk += 1

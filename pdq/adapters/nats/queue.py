@@ -7,6 +7,7 @@ first out: only a consumer of its own lets an interactive job overtake 500 batch
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ from pdq.core import names
 from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.messages import Priority
 from pdq.core.settings import QueueSettings
-from pdq.ports import Delivery, Queue
+from pdq.ports import Delivery, Queue, StoredJob
 
 PUBLISH_S: Final = 5.0
 MAX_ACK_PENDING: Final = 100_000
@@ -150,8 +151,22 @@ class NatsQueue:
             except ApiRefused as error:
                 if error.fault.err_code != CONSUMER_NOT_FOUND:
                     raise Unavailable(f"cannot read the depth of {queue}: {error}") from error
-                waiting += await self._stored(queue, _subject(queue, model, priority))
+                waiting += await self._stored(STREAMS[queue], _subject(queue, model, priority))
         return waiting, unacknowledged
+
+    async def stored(self, queue: Queue, model: str, limit: int) -> Sequence[StoredJob] | None:
+        found: list[StoredJob] = []
+        for priority in names.PRIORITIES:
+            subject, at = _subject(queue, model, priority), 1
+            if len(found) + await self._stored(STREAMS[queue], subject) > limit:
+                return None
+            while (job := await self._next(STREAMS[queue], subject, at)) is not None:
+                found.append(job)
+                at = job.sequence + 1
+        return found
+
+    async def dead(self, model: str) -> int:
+        return await self._stored(names.DEAD_STREAM, names.dead_subject("*", model))
 
     async def watch_exhausted(self, on_exhausted: Callable[[Queue, bytes], Awaitable[None]]) -> NatsSubscription:
         """The broker announces a job that it will not deliver again only once, to whoever listens: one of the watchers."""
@@ -238,15 +253,24 @@ class NatsQueue:
         except ApiRefused as error:
             raise Unavailable(f"cannot set up consumer {name} of {stream}: {error.fault.description}") from error
 
-    async def _stored(self, queue: Queue, subject: str) -> int:
+    async def _stored(self, stream: str, subject: str) -> int:
         try:
-            info: dict[str, Any] = await ask(
-                self.connection, f"STREAM.INFO.{STREAMS[queue]}", {"subjects_filter": subject}
-            )
+            info: dict[str, Any] = await ask(self.connection, f"STREAM.INFO.{stream}", {"subjects_filter": subject})
         except ApiRefused as error:
-            raise Unavailable(f"cannot read the depth of {queue}: {error}") from error
+            raise Unavailable(f"cannot count what is in {stream}: {error}") from error
         subjects: dict[str, int] = info["state"].get("subjects") or {}
         return sum(subjects.values())
+
+    async def _next(self, stream: str, subject: str, at: int) -> StoredJob | None:
+        """The first message of ``subject`` from sequence ``at`` on."""
+        request = {"seq": at, "next_by_subj": subject}
+        try:
+            found = (await ask(self.connection, f"STREAM.MSG.GET.{stream}", request, _Found)).message
+        except ApiRefused as error:
+            if error.fault.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise Unavailable(f"cannot read what is in {stream}: {error}") from error
+        return StoredJob(found.seq, _unix_ms(found.time), found.data)
 
     async def _bury(self, queue: Queue, notice: "_Exhausted") -> bytes | None:
         """Move an exhausted job to the dead letters; its bytes, or None if it is gone already."""
@@ -276,11 +300,19 @@ class _Exhausted(Struct):
 
 class _Stored(Struct):
     subject: str
+    seq: int
+    time: str
     data: bytes = b""  # base64 on the wire
 
 
 class _Found(Struct):
     message: _Stored
+
+
+def _unix_ms(time: str) -> int:
+    """Whole milliseconds of a broker's timestamp, cut off as in a delivery's reply subject."""
+    whole, _, fraction = time.removesuffix("Z").partition(".")
+    return int(datetime.fromisoformat(f"{whole}+00:00").timestamp()) * 1000 + int(fraction[:3].ljust(3, "0"))
 
 
 @lru_cache(maxsize=1024)

@@ -1,11 +1,13 @@
 """Redis or Valkey: handoff records, leases, load counters, and who is alive.
 
-``connect`` opens a client; ``RedisLedger`` and ``RedisRegistry`` take one. What the scripts do stands at the head of each
-``.lua`` file; the state rules they execute stand in ``pdq.core.handoff`` only.
+``connect`` opens a client; ``RedisLedger``, ``RedisRegistry`` and ``RedisTierObjects`` take one.
+What the scripts do stands at the head of each ``.lua`` file; the state rules they execute stand in ``pdq.core.handoff``
+only.
 """
 
 from pdq.adapters.redis.ledger import RedisLedger
 from pdq.adapters.redis.link import connect
 from pdq.adapters.redis.registry import RedisRegistry
+from pdq.adapters.redis.tier_objects import RedisTierObjects
 
-__all__ = ["RedisLedger", "RedisRegistry", "connect"]
+__all__ = ["RedisLedger", "RedisRegistry", "RedisTierObjects", "connect"]

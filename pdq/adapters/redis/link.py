@@ -136,6 +136,11 @@ def translate(error: Exception, where: str) -> PdqError:
     return Unavailable(f"Redis at {where} is not available: {error or type(error).__name__}")
 
 
+def literally(text: str) -> str:
+    """``text`` as a pattern that nothing else is like."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
+
+
 class Script:
     """A Lua script: the named ``.lua`` files, one after the other."""
 
@@ -213,10 +218,8 @@ class Link:
         except (RedisError, OSError) as error:
             self._refused(error)
 
-    async def scan(self, prefix: str) -> AsyncIterator[list[bytes]]:
-        """All keys that begin with ``prefix``, in pages; ``*`` in it stands for anything, nothing else is special. A key
-        that is there all the while comes at least once."""
-        pattern = re.sub(r"([\\?\[\]])", r"\\\1", prefix) + "*"
+    async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        """All keys like ``pattern``, in pages. A key that is there all the while comes at least once."""
         cursor = b"0"
         while True:
             cursor, keys = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_PAGE)
