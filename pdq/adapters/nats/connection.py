@@ -84,6 +84,7 @@ class Connection:
         """
         options = access.options_of(settings)
         self._client.demands_tls = access.demands_tls(settings)
+        logging.getLogger("asyncio").addFilter(_worth_telling)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 await self._client.connect(
@@ -106,7 +107,9 @@ class Connection:
         except (TimeoutError, OSError, nats.errors.Error) as error:
             self._closing = True
             await self._client.close()
-            why = self._last_error or "no answer"
+            # Of several tries, the refusal that says what to change; what comes after it may be its consequence only.
+            telling = (text for text in self._reported if access.advice(text))
+            why = next(telling, self._last_error) or "no answer"
             limit_s = f"{settings.connect_timeout_s:g} s"
             raise Unavailable(
                 f"NATS at {self.where} took no connection within {limit_s} ({why}){access.advice(why)}"
@@ -363,6 +366,11 @@ def description(message: Msg) -> str:
 def _expire(future: asyncio.Future[Msg], subject: str, timeout_s: float) -> None:
     if not future.done():
         future.set_exception(NoAnswer(f"no answer on {subject} within {timeout_s:g} s"))
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """asyncio warns at the end of each TLS connection that nats-py set it up for plain TCP, which changes nothing."""
+    return "eof_received() has no effect when using ssl" not in str(record.msg)
 
 
 def _next_server(servers: list[KnownServer], info: dict[str, Any]) -> tuple[KnownServer | None, float]:
