@@ -54,11 +54,11 @@ class Inside:
         opening = self._stack.enter_async_context(connect(load(environ), "test"))
         self.system: Connected = self._await(opening)
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+    def _await(self, work: Coroutine[Any, Any, T], within_s: float = 30) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
 
-    def ask(self, question: Callable[[Connected], Coroutine[Any, Any, T]]) -> T:
-        return self._await(question(self.system))
+    def ask(self, question: Callable[[Connected], Coroutine[Any, Any, T]], within_s: float = 30) -> T:
+        return self._await(question(self.system), within_s)
 
     def close(self) -> None:
         self._await(self._stack.aclose())
@@ -150,5 +150,5 @@ def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -
         finally:
             process.kill()
             errors.close()
-    assert process.returncode == 0
+    assert process.returncode == 0, f"exit status {process.returncode}"
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
