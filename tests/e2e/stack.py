@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -70,15 +72,17 @@ class Inside:
 class Stack:
     """One ``pdq up``."""
 
-    def __init__(self, process: subprocess.Popen[str], state_dir: Path, url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], state_dir: Path, url: str, env: dict[str, str]) -> None:
         self.process = process
+        self.env = env
         self.state_dir = state_dir
         self.url = url
         self.inside = Inside(self.environ)
 
     @property
     def environ(self) -> dict[str, str]:
-        return dict(line.split("=", 1) for line in (self.state_dir / "env").read_text().splitlines())
+        """The settings with which its programs run, for those that look into it."""
+        return self.env | dict(line.split("=", 1) for line in (self.state_dir / "env").read_text().splitlines())
 
     def live(self) -> Sequence[Record]:
         """All records that have not ended."""
@@ -92,7 +96,8 @@ class Stack:
     def cli(self, *arguments: str) -> Any:
         """The JSON that a ``pdq`` command prints."""
         command = [sys.executable, "-m", "pdq.cli", *arguments, "--state-dir", str(self.state_dir), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        environ = {**os.environ, **self.environ}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -121,7 +126,10 @@ class Stack:
 @contextmanager
 def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Stack]:
     """``pdq up`` until the block ends; then it must stop cleanly and leave nothing behind."""
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    # Segments of other stacks on this machine, or of those that were killed, are none of this one's business.
+    shm_dir = tempfile.mkdtemp(prefix="pdq-test-", dir="/dev/shm")
+    env = {"PDQ_TRANSPORT_SHM_DIR": shm_dir, **(env or {})}
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
     command = [sys.executable, "-m", "pdq.cli", "up", "--port", "0", "--state-dir", str(state_dir), *options]
     errors = (state_dir.parent / f"{state_dir.name}.stderr").open("w+")
     process = subprocess.Popen(
@@ -134,7 +142,7 @@ def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -
         errors.seek(0)
         assert "ready" in line, errors.read()
         url = next(word for word in line.split() if word.startswith("http://")).removesuffix("/v1")
-        stack = Stack(process, state_dir, url)
+        stack = Stack(process, state_dir, url, env)
         yield stack
     except BaseException:
         if stack is not None:
@@ -150,5 +158,6 @@ def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -
         finally:
             process.kill()
             errors.close()
+            shutil.rmtree(shm_dir)
     assert process.returncode == 0, f"exit status {process.returncode}"
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
