@@ -179,9 +179,9 @@ class RedisTier:
                 raise PeerLost(f"the tier does not answer for {ref.key.request_id}: {error}") from error
             if not hmac.compare_digest(head.pop(b"pass", b""), _pass(ref)):
                 raise HandoffUnknown(f"the tier does not hold {ref.key.request_id} epoch {ref.epoch}")
-            if head.pop(b"lengths") != msgspec.json.encode(plan.lengths):
+            if head.pop(b"lengths", b"") != msgspec.json.encode(plan.lengths):
                 raise HandoffUnknown(f"the tier holds {ref.key.request_id} epoch {ref.epoch} with another plan")
-            digests = {int(field): digest.decode() for field, digest in head.items()}
+            digests = {int(name): digest.decode(errors="replace") for name, digest in head.items() if name.isdigit()}
             if index in digests:
                 return digests
             if time.monotonic() >= give_up:

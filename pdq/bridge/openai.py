@@ -15,10 +15,21 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdq.core.errors import ContextTooLong, InvalidRequest
-from pdq.core.messages import ChatMessage, PolicyWish, Priority, Sampling, TokenId
+from pdq.core.messages import (
+    MAX_CHAT_MESSAGES,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    ChatMessage,
+    PolicyWish,
+    Priority,
+    Sampling,
+    StopText,
+    TokenId,
+)
 from pdq.ports import Tokenizer
 
-MAX_STOPS: Final = 16
+MAX_PARTS: Final = 256
+"""Content parts of one message."""
 SAME_IN_SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -38,7 +49,6 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Top = Annotated[int, Meta(ge=0, le=20)]
-StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -53,7 +63,7 @@ class ContentPart(Struct):
 
 class Message(Struct):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
 
 
@@ -79,7 +89,7 @@ class _Request(Struct):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     priority: Priority | None = None
     pdq: PolicyWish | None = None
     """What pdq may do for this request when something fails."""
@@ -88,7 +98,7 @@ class _Request(Struct):
 class ChatRequest(_Request, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)]
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None

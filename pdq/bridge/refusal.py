@@ -16,6 +16,10 @@ class BodyTooLarge(errors.InvalidRequest):
     code = "body_too_large"
 
 
+class HeadTooLarge(errors.InvalidRequest):
+    code = "headers_too_large"
+
+
 class NoSuchRoute(errors.InvalidRequest):
     code = "not_found"
 
@@ -34,6 +38,7 @@ class Reply(NamedTuple):
 
 _STATUS: Final = {
     BodyTooLarge.code: 413,
+    HeadTooLarge.code: 431,
     NoSuchRoute.code: 404,
     WrongMethod.code: 405,
     errors.InvalidMessage.code: 413,
@@ -56,7 +61,12 @@ _STATUS: Final = {
 """By code, because terminal events carry codes; whatever is not listed is a fault on this side: 500."""
 
 _TYPE: Final = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
-_TYPE_MORE: Final = {413: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
+_TYPE_MORE: Final = {
+    413: "invalid_request_error",
+    431: "invalid_request_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 
 def status_of(code: str) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 import uvicorn
 
 from pdq.bridge.app import Bridge, Parts
+from pdq.bridge.protocol import BoundedProtocol
 from pdq.core.errors import InvalidSettings
 from pdq.runtime import Lifecycle
 
@@ -67,7 +68,7 @@ async def serve(
     bridge = Bridge(parts)
     config = uvicorn.Config(
         bridge,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

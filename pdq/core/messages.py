@@ -17,6 +17,11 @@ MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Priority = Literal["interactive", "batch"]
+MAX_CHAT_MESSAGES: Final = 4096
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 1024
+MAX_STOP_TOKENS: Final = 256
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 PROMPT_FIELDS: Final = ("prompt", "messages", "prompt_token_ids")
 """The ways to give a prompt; a job uses exactly one."""
 
@@ -24,7 +29,7 @@ PROMPT_FIELDS: Final = ("prompt", "messages", "prompt_token_ids")
 class ChatMessage(Struct, frozen=True, omit_defaults=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str
-    name: str | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -44,8 +49,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     """None: what the model's context leaves, bounded by the workers' configuration."""
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """None: none; N: of the drawn token and of the N most likely ones."""
@@ -94,7 +99,7 @@ class PrefillJob(Struct, frozen=True, omit_defaults=True):
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     reply_to: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s*>]+$")]
     prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_CHAT_MESSAGES)] | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = None
     sampling: Sampling = Sampling()
     policy: PolicyWish = PolicyWish()

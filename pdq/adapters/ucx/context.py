@@ -125,9 +125,9 @@ def device_of(host: str) -> str:
     raise InvalidSettings(f"PDQ_TRANSPORT_UCX_HOST={host!r} is {address}, which no interface of this machine has")
 
 
-def confine(port: int, device: str) -> None:
+def confine(port: int, device: str) -> bool:
     """Let the UCX listener on ``port`` accept only what comes in through ``device``: it always binds all addresses, and
-    takes no other. On loopback that means this host only."""
+    takes no other. On loopback that means this host only. False if there is no such TCP listener, or no right to do it."""
     inode = next(
         (
             fields[9]
@@ -142,8 +142,8 @@ def confine(port: int, device: str) -> None:
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode() + b"\x00")
-                return
-    log.warning("the UCX listener on port %d could not be confined to %s: it accepts on all addresses", port, device)
+                return True
+    return False
 
 
 def lean(error: BaseException) -> BaseException:

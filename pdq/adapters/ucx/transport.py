@@ -45,7 +45,13 @@ class UcxTransport:
             await context.release()
             raise Unavailable(f"UCX cannot listen: {error}") from lean(error)
         self._port = self._listener.port
-        confine(self._port, device_of(self._host))
+        device = device_of(self._host)
+        if not confine(self._port, device) and not has_rdma():
+            await self.close()
+            raise Unavailable(
+                f"the UCX listener cannot be confined to {device}, so that strangers could reach it on every network of "
+                "this host: allow SO_BINDTODEVICE (Linux 5.7 or CAP_NET_RAW), or take ucx out of PDQ_TRANSPORT_ORDER"
+            )
 
     async def close(self) -> None:
         if self._listener is None:

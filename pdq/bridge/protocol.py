@@ -1,0 +1,68 @@
+"""uvicorn's HTTP protocol with a bound on all that is not body: URL, headers, trailers. uvicorn itself has none, and keeps
+whatever a client goes on to send.
+
+The parser hands a header over when it is complete. So what it has been fed without handing anything over is bounded too.
+"""
+
+from typing import Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pdq.bridge import refusal
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Of a URL, and the names and values of all headers and trailers, together."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    _head = 0
+    """Bytes of the current request that count."""
+    _silent = 0
+    """Bytes fed to the parser since it last handed something over."""
+    _spoke = False
+
+    def data_received(self, data: bytes) -> None:
+        self._spoke = False
+        super().data_received(data)
+        self._silent = 0 if self._spoke else self._silent + len(data)
+        if self._silent > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._spoke = True
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head > MAX_HEAD_BYTES:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def _count(self, size: int) -> None:
+        self._spoke = True
+        self._head += size
+        if self._head > MAX_HEAD_BYTES:
+            raise _too_large()  # ends the parsing; `send_400_response` follows
+
+    def _refuse(self) -> None:
+        reply = refusal.refusal(_too_large())
+        head = f"HTTP/1.1 {reply.status} Request Header Fields Too Large\r\ncontent-length: {len(reply.body)}\r\n"
+        fields = b"".join(b"%b: %b\r\n" % header for header in reply.headers)
+        self.transport.write(head.encode() + fields + b"connection: close\r\n\r\n" + reply.body)
+        self.transport.close()
+
+
+def _too_large() -> refusal.HeadTooLarge:
+    return refusal.HeadTooLarge(f"URL and headers are longer than the {MAX_HEAD_BYTES} bytes that are taken at most")
