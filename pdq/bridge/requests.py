@@ -134,10 +134,10 @@ class InFlight:
         return OutputAnswer(request_id, wanted=True, tokens=tuple(stream.assembler.tokens))
 
     def _take(self, stream: Stream, entry: TokenEntry, now: float) -> None:
-        stream.seen_at = now
         assembler = stream.assembler
         delivered = assembler.accept(entry)
-        if delivered:
+        if delivered:  # a gap that no answer fills is a silence, too
+            stream.seen_at = now
             if not stream.first_at and delivered[0].tokens:
                 stream.first_at = now
             try:

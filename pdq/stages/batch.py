@@ -2,8 +2,9 @@
 
     step ─▶ every seat's token becomes text ─▶ one frame per destination ─▶ step
 
-A sequence that ends leaves its seat at once; whoever waits for it (``decode``) then makes the terminal transition and
-sends the last token together with the end, so that the end is sent by who won the transition.
+A sequence that ends leaves its seat at once. Its last token goes out with all others of the step, before the terminal
+transition: a worker that dies between the two has lost nothing. Whoever waits for the sequence (``decode``) then makes the
+transition and sends the end, so that the end is sent by who won the transition.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pdq.core.messages import Sampling, TokenEntry
 from pdq.core.output import Output
 from pdq.ports import DecodeEngine, DecodeSeat, Drawn, Record, Tokenizer
 from pdq.stages.outbox import Outbox
-from pdq.stages.text import done, entry, logprobs_of
+from pdq.stages.text import entry, logprobs_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Running:
     sampling: Sampling
     seat: DecodeSeat
     output: Output
-    ended: asyncio.Future[TokenEntry]
+    ended: asyncio.Future[None]
     began: asyncio.Event
 
 
@@ -53,8 +54,8 @@ class Batch:
         first: Drawn | None,
         replay: Tokens[int] = (),
         began: asyncio.Event | None = None,
-    ) -> TokenEntry:
-        """Decode to the end; the entry of the last token, its ``end`` filled in, for the caller to send.
+    ) -> None:
+        """Decode until ``output`` is finished; every token is sent, and the end is the caller's to send.
 
         ``first`` (drawn by prefill) and ``replay`` are the last tokens of ``output``, which are not in the KV yet.
         ``began`` is set with the first token that comes out. The seat is left in any case.
@@ -62,13 +63,13 @@ class Batch:
         Raises:
             EngineFailed: this sequence cannot go on.
         """
-        ended: asyncio.Future[TokenEntry] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running[seat] = Running(record, sampling, seat, output, ended, began or asyncio.Event())
         try:
             seat.join(first, replay)
             if failpoints.armed:
                 await failpoints.hit("decode.joined", record.key.request_id)
-            return await ended
+            await ended
         finally:
             self._running.pop(seat, None)
             seat.leave()
@@ -99,22 +100,18 @@ class Batch:
             running = self._running.get(seat)
             if running is None or running.ended.done():
                 continue
-            sent = self._advance(running, token)
-            if sent.end is not None:
+            frames.setdefault(running.record.reply_to, []).append(self._advance(running, token))
+            if running.output.finish is not None:
                 seat.leave()
-                running.ended.set_result(sent)
-            else:
-                frames.setdefault(running.record.reply_to, []).append(sent)
+                running.ended.set_result(None)
         return frames
 
     def _advance(self, running: Running, drawn: Drawn) -> TokenEntry:
         running.began.set()
         output = running.output
         seq = len(output.tokens)
-        piece, finish = output.push(drawn.token)
-        logprobs = logprobs_of(self._tokenizer, running.sampling, drawn)
-        end = done(running.record, finish, output) if finish is not None else None
-        return entry(running.record, seq, drawn.token, piece, logprobs, end)
+        piece, _ = output.push(drawn.token)
+        return entry(running.record, seq, drawn.token, piece, logprobs_of(self._tokenizer, running.sampling, drawn))
 
     def _fail(self, seat: DecodeSeat, error: EngineFailed) -> None:
         running = self._running.get(seat)

@@ -39,7 +39,7 @@ from pdq.stages.finish import Finisher
 from pdq.stages.parts import Parts
 from pdq.stages.recover import Recovery, kept
 from pdq.stages.room import Room
-from pdq.stages.text import end_alone, entry, output_of
+from pdq.stages.text import entry, output_of
 from pdq.stages.work import Work
 
 log = logging.getLogger(__name__)
@@ -178,23 +178,21 @@ class DecodeStage:
         taken.record, taken.output = record, output
         self._parts.account.now(grant, "decoding", landed.seat, landed.fetched.bytes)
         started, before = time.monotonic(), len(output.tokens)
-        if output.finish is not None:
-            last = end_alone(record, output)
-        else:
-            last = await self._continue(taken, work, landed, output)
+        if output.finish is None:
+            await self._continue(taken, work, landed, output)
         note = {
             "decode_ms": round((time.monotonic() - started) * 1000, 3),
             "tokens": len(output.tokens) - before,
         }
-        await self._finisher.finish(record, grant.epoch, last, note)
+        await self._finisher.finish(record, grant.epoch, output, note)
 
-    async def _continue(self, taken: Taken, work: PromptWork, landed: Landed, output: Output) -> TokenEntry:
+    async def _continue(self, taken: Taken, work: PromptWork, landed: Landed, output: Output) -> None:
         record, replay = landed.record, output.tokens[work.resumed :]
         first = Drawn(replay.pop(0)) if record.first_token is not None else None
         began = asyncio.Event()
         releasing = asyncio.ensure_future(self._release_at(began, record))
         try:
-            return await self._batch.decode(record, work.sampling, landed.seat, output, first, replay, began)
+            await self._batch.decode(record, work.sampling, landed.seat, output, first, replay, began)
         except errors.EngineFailed:
             taken.spoiled = True
             raise

@@ -1,4 +1,4 @@
-"""The good end: the terminal transition, then the last token together with the end."""
+"""The good end: all tokens are out, the terminal transition, then the end alone."""
 
 import asyncio
 import logging
@@ -8,7 +8,8 @@ from typing import Any
 from pdq import failpoints
 from pdq.core import errors
 from pdq.core.handoff import Event
-from pdq.core.messages import PrefillJob, TokenEntry
+from pdq.core.messages import PrefillJob
+from pdq.core.output import Output
 from pdq.ports import Changes, Record
 from pdq.stages.parts import Parts
 from pdq.stages.text import end_alone, output_of
@@ -26,17 +27,15 @@ class Finisher:
         """The client has the whole output already, and only the end was lost: send that. False if more is to come."""
         output = output_of(self._parts.tokenizer, job.sampling, record, job.output_so_far)
         if output.finish is not None:
-            await self.finish(record, epoch, end_alone(record, output), {"tokens": 0})
+            await self.finish(record, epoch, output, {"tokens": 0})
         return output.finish is not None
 
-    async def finish(self, record: Record, epoch: int, last: TokenEntry, note: Mapping[str, Any]) -> None:
-        """Send ``last`` if the request is still ours to end. A ledger that is away is waited for: the output is
-        complete, and only the ledger can say whether somebody else has ended the request meanwhile."""
-        end = last.end
-        assert end is not None
-        assert end.finish_reason is not None
-        changes = Changes(ended_code=end.finish_reason, emitted=last.seq + len(last.tokens))
-        note = {**note, "finish_reason": end.finish_reason}
+    async def finish(self, record: Record, epoch: int, output: Output, note: Mapping[str, Any]) -> None:
+        """Send the end of ``output`` if the request is still ours to end. A ledger that is away is waited for: the
+        output is complete, and only the ledger can say whether somebody else has ended the request meanwhile."""
+        assert output.finish is not None
+        changes = Changes(ended_code=output.finish.reason, emitted=len(output.tokens))
+        note = {**note, "finish_reason": output.finish.reason}
         if failpoints.armed:
             await failpoints.hit("finish.before", record.key.request_id)
         while True:
@@ -50,4 +49,4 @@ class Finisher:
                 await asyncio.sleep(AWAY_PAUSE_S)
         if failpoints.armed and await failpoints.hit("finish.after", record.key.request_id):
             return
-        await self._parts.outbox.send(record.reply_to, (last,))
+        await self._parts.outbox.send(record.reply_to, (end_alone(record, output),))

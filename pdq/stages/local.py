@@ -22,7 +22,7 @@ from pdq.stages.keepalive import Keepalive
 from pdq.stages.parts import Parts
 from pdq.stages.recover import Recovery
 from pdq.stages.room import Room
-from pdq.stages.text import done, entry, first_token_ms, logprobs_of, output_of
+from pdq.stages.text import entry, first_token_ms, logprobs_of, output_of
 from pdq.stages.work import Work
 
 
@@ -109,11 +109,10 @@ class LocalStage:
         first, seq = run.first, len(output.tokens)
         if first is not None:
             piece, finish = output.push(first.token)
-            logprobs = logprobs_of(tokenizer, work.sampling, first)
-            end = done(record, finish, output) if finish is not None else None
-            sent = entry(record, seq, first.token, piece, logprobs, end)
-            if end is not None:
-                await self._finisher.finish(record, epoch, sent, note | {"tokens": 1})
+            sent = entry(record, seq, first.token, piece, logprobs_of(tokenizer, work.sampling, first))
+            if finish is not None:
+                await self._parts.outbox.send(record.reply_to, (sent,))
+                await self._finisher.finish(record, epoch, output, note | {"tokens": 1})
                 return
         if failpoints.armed:
             await failpoints.hit("local.before_adopt", record.key.request_id)
@@ -125,12 +124,12 @@ class LocalStage:
         started, before = time.monotonic(), len(output.tokens)
         seat = self._engine.adopt(run, work)
         self._parts.account.now(grant, "decoding", seat, run.plan.total)
-        last = await self._batch.decode(record, work.sampling, seat, output, first)
+        await self._batch.decode(record, work.sampling, seat, output, first)
         decode_note = {
             "decode_ms": round((time.monotonic() - started) * 1000, 3),
             "tokens": len(output.tokens) - before,
         }
-        await self._finisher.finish(record, epoch, last, decode_note)
+        await self._finisher.finish(record, epoch, output, decode_note)
 
     async def _adopt(self, taken: Taken, grant: Grant, first: Drawn | None, note: dict[str, Any]) -> None:
         """The source lease becomes the sink lease, under the same epoch."""

@@ -36,7 +36,7 @@ from pdq.stages.offers import Held, Offers
 from pdq.stages.parts import Parts
 from pdq.stages.recover import Recovery
 from pdq.stages.room import Room
-from pdq.stages.text import done, entry, first_token_ms, logprobs_of, output_of
+from pdq.stages.text import entry, first_token_ms, logprobs_of, output_of
 from pdq.stages.work import Work
 
 
@@ -155,8 +155,8 @@ class PrefillStage:
                 await failpoints.hit("prefill.after_first_token", record.key.request_id)
             await self._announce(attempt, logprobs)
             return
-        last = entry(record, seq, first.token, piece, logprobs, done(record, finish, output))
-        await self._finisher.finish(record, attempt.grant.epoch, last, self._note(attempt) | {"tokens": 1})
+        await parts.outbox.send(record.reply_to, (entry(record, seq, first.token, piece, logprobs),))
+        await self._finisher.finish(record, attempt.grant.epoch, output, self._note(attempt) | {"tokens": 1})
 
     async def _ready(self, attempt: Attempt, first: Drawn | None, emitted: int) -> None:
         """From here on the KV is held until somebody has fetched it, or nobody wants it any more."""

@@ -61,7 +61,7 @@ class Recovery:
             return
         if record.state is State.QUEUED:
             # Its holder may have died before it published the prefill job.
-            known = _known_tokens(job.job, record)
+            known = _arrived(job)
             tokens = known if len(known) >= record.emitted else await self._ask(record, known)
             await self._publish(job.job, record, tokens, Queue.PREFILL)
         elif record.state is State.FETCHED:
@@ -113,6 +113,9 @@ class Recovery:
         tokens = await self.sent(job, record)
         if tokens and record.policy.on_stream_failure == "fail":
             raise errors.StreamLost(f"the KV is lost after {len(tokens)} tokens were sent: {error}") from error
+        if not record.streaming:
+            # The first token may have died with its source. It is drawn again; who has it drops it.
+            tokens = _arrived(job)
         await self.hand_back(job.job, record, epoch, tokens, Queue.PREFILL, reason=error.code)
 
     async def sink_lost(self, job: PrefillJob, record: Record, queue: Queue) -> None:
@@ -232,6 +235,11 @@ def _another_try(record: Record) -> bool:
 def _refuse_to_resume(record: Record) -> None:
     if record.policy.on_stream_failure == "fail":
         raise errors.StreamLost("the decode worker died, and the request's policy is to fail")
+
+
+def _arrived(job: DecodeJob) -> tuple[int, ...]:
+    """What the client has for certain when this job's decoding has not begun: the first token may not have been sent."""
+    return max(job.job.output_so_far, job.sent, key=len)
 
 
 def _known_tokens(job: PrefillJob, record: Record) -> tuple[int, ...]:

@@ -16,9 +16,7 @@ def logprobs_of(tokenizer: Tokenizer, sampling: Sampling, drawn: Drawn) -> Token
     return TokenLogprobs(drawn.token, tokenizer.piece(drawn.token), drawn.logprob, top)
 
 
-def entry(
-    record: Record, seq: int, token: int, piece: str, logprobs: TokenLogprobs | None, end: End | None = None
-) -> TokenEntry:
+def entry(record: Record, seq: int, token: int, piece: str, logprobs: TokenLogprobs | None) -> TokenEntry:
     """One token of ``record``'s request, at output position ``seq``."""
     return TokenEntry(
         request_id=record.key.request_id,
