@@ -1,0 +1,204 @@
+"""One cell: arm, send, hurt, wait, and look whether anything came of it."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdq.core.lease import RecordKey
+from tests.faults.matrix.cells import Cell
+from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, WORKERS, Plant, until
+from tests.faults.matrix.traffic import RAW, VOLLEY, Asked, Outcome, Producer, Tap, faults_of, over_http
+
+HELD_AT_STEP_MS: Final = 700
+"""How long a request waits at its step for a fault that is done from outside."""
+LONGER_THAN_A_LEASE_S: Final = LEASE_S + 1.0
+LAG_S: Final = 0.04
+SLOW_S: Final = 3.0
+VOLLEYS: Final = 8
+
+Texts = Mapping[Asked, str]
+
+
+@dataclass
+class Row:
+    """What is told of one cell."""
+
+    cell: Cell
+    ends: dict[str, int] = field(default_factory=dict)
+    attempts: int = 0
+    seconds: float = 0.0
+    settled_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+async def undisturbed(plant: Plant) -> Texts:
+    """What every request of a volley is answered when nothing is wrong."""
+    outcomes = [await over_http(plant.url, asked) for asked in (*VOLLEY, RAW)]
+    assert all(it.how == "done" and len(it.text) == it.asked.max_tokens for it in outcomes), outcomes
+    return {it.asked: it.text for it in outcomes}
+
+
+class Trial:
+    def __init__(self, plant: Plant, cell: Cell, texts: Texts, turn: int) -> None:
+        self._plant = plant
+        self._cell = cell
+        self._texts = texts
+        self._turn = turn
+        self._taps: list[Tap] = []
+        self.row = Row(cell)
+
+    async def run(self) -> Row:
+        started = time.monotonic()
+        plant, row = self._plant, self.row
+        tap = Tap()
+        subscription = await plant.system.bus.receive("pdq.tokens.*", tap.on_frame)
+        try:
+            outcomes = await self._volleys()
+        finally:
+            await self._mend()
+            await subscription.close()
+        await plant.whole()
+        await self._settle()
+        for outcome in outcomes:
+            await self._judge(outcome, tap)
+        after = await over_http(plant.url, RAW)
+        if after.how != "done" or after.text != self._texts[RAW]:
+            row.wrong.append(f"the next request: {after.how} {after.detail}")
+        row.seconds = time.monotonic() - started
+        return row
+
+    # --- Hurt ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _armed(self) -> tuple[str, ...]:
+        """The programs at which the step is watched: exactly one, if it is that one which shall be hurt."""
+        pools = {"prefill": PREFILL, "decode": DECODE, "transport": DECODE, "finish": DECODE}
+        where = self._cell.point.split(".")[0]
+        pool = pools.get(where, (where,))
+        return (pool[self._turn % len(pool)],) if self._cell.role in ("prefill", "decode") else pool
+
+    async def _volleys(self) -> list[Outcome]:
+        """Requests until the step has been reached, and what came of all of them."""
+        cell, plant = self._cell, self._plant
+        action = cell.fault if cell.inside else f"delay:{HELD_AT_STEP_MS}"
+        sizes = {name: plant.programs[name].log_size() for name in self._armed}
+        for name in self._armed:
+            await plant.arm(name, f"{cell.point}={action}*1{cell.skip}")
+        outcomes: list[Outcome] = []
+        for _ in range(VOLLEYS):
+            volley = asyncio.ensure_future(self._volley())
+            while not volley.done():
+                if hit := self._hit(sizes):
+                    await self._hurt(hit)
+                    return outcomes + await volley
+                await asyncio.sleep(0.005)
+            outcomes += await volley
+            if hit := self._hit(sizes):
+                await self._hurt(hit)
+                return outcomes
+        self.row.wrong.append(f"{cell.step} was never reached")
+        return outcomes
+
+    async def _volley(self) -> list[Outcome]:
+        asked = [over_http(self._plant.url, it) for it in VOLLEY]
+        return list(await asyncio.gather(*asked, Producer(self._plant.system, RAW).run()))
+
+    def _hit(self, sizes: Mapping[str, int]) -> str:
+        said = f"failpoint {self._cell.point}:"
+        return next((name for name, size in sizes.items() if said in self._plant.programs[name].log_since(size)), "")
+
+    async def _hurt(self, hit: str) -> None:
+        """The fault, from when its step is reached until it is over."""
+        plant, cell = self._plant, self._cell
+        victim = hit if cell.role in ("prefill", "decode") else cell.role
+        program = plant.programs.get(victim)
+        match cell.fault:
+            case "kill" if not cell.inside:
+                plant.signal(victim, signal.SIGKILL)
+            case "stop":
+                if not cell.inside:
+                    plant.signal(victim, signal.SIGSTOP)
+                await asyncio.sleep(LONGER_THAN_A_LEASE_S)
+                plant.signal(victim, signal.SIGCONT)
+            case "restart" if program is not None:
+                child = program.child
+                child.signal(signal.SIGTERM)
+                await child.wait()
+            case "restart":
+                await plant.restart_server(victim)
+            case "cut":
+                for network in self._networks():
+                    network.cut()
+                await asyncio.sleep(LONGER_THAN_A_LEASE_S)
+            case "slow":
+                for network in self._networks():
+                    network.slow(LAG_S)
+                await asyncio.sleep(SLOW_S)
+        await self._mend()
+
+    def _networks(self):  # type: ignore[no-untyped-def]
+        plant, role = self._plant, self._cell.role
+        if role in ("nats", "valkey"):
+            return [it.nats if role == "nats" else it.redis for it in plant.programs.values()]
+        name = self._armed[0] if role in ("prefill", "decode") else role
+        return [plant.programs[name].nats, plant.programs[name].redis]
+
+    async def _mend(self) -> None:
+        for program in self._plant.programs.values():
+            program.mend()
+            if program.child.returncode is None and program.stopped:
+                program.child.signal(signal.SIGCONT)
+
+    # --- Look ---------------------------------------------------------------------------------------------------------
+
+    async def _settle(self) -> None:
+        """Nothing is held any more."""
+        plant = self._plant
+        for name in WORKERS:
+            if name in self._armed:
+                await plant.arm(name, "")
+        since_ms, started = await plant.system.ledger.now_ms(), time.monotonic()
+        left: list[str] = []
+
+        async def free() -> bool:
+            nonlocal left
+            left = await plant.held(since_ms)
+            return not left
+
+        try:
+            await until(free, lambda: "\n".join(left), 20)
+        except AssertionError as error:
+            self.row.wrong.append(str(error))
+        self.row.settled_s = time.monotonic() - started
+
+    async def _judge(self, outcome: Outcome, tap: Tap) -> None:
+        row, cell = self.row, self._cell
+        row.ends[outcome.how] = row.ends.get(outcome.how, 0) + 1
+        about = f"{outcome.request_id} ({outcome.asked.prompt[:8].strip()})"
+        expected = self._texts[outcome.asked]
+        if outcome.how not in cell.ends:
+            row.wrong.append(f"{about} is {outcome.how}: {outcome.detail}")
+        if outcome.how == "done" and outcome.text != expected:
+            row.wrong.append(f"{about} is {outcome.text!r} instead of {expected!r}")
+        if not expected.startswith(outcome.text):
+            row.wrong.append(f"{about} was sent {outcome.text!r}, which does not begin {expected!r}")
+        row.wrong += [f"{about}: {what}" for what in faults_of(tap.frames.get(outcome.request_id, []))]
+        if outcome.request_id:
+            await self._judge_record(outcome, about)
+
+    async def _judge_record(self, outcome: Outcome, about: str) -> None:
+        key = RecordKey(MODEL, outcome.request_id)
+        history = await self._plant.system.ledger.history(key)
+        record = await self._plant.system.ledger.read(key)
+        ended = [entry for entry in history if entry.state.terminal]
+        if record is None and outcome.how == "refused":
+            return
+        if record is None or len(ended) != 1 or not history[-1].state.terminal:
+            self.row.wrong.append(f"{about} has ends {[it.event for it in ended]} in {[it.event for it in history]}")
+        elif outcome.how in ("done", "failed", "cancelled", "expired") and record.state != outcome.how:
+            self.row.wrong.append(f"{about} was told {outcome.how}, its record is {record.state}")
+        if record is not None:
+            self.row.attempts = max(self.row.attempts, record.attempt)

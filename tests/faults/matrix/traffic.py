@@ -1,0 +1,206 @@
+"""Requests and everything that came of them: over HTTP as a client sees it, and over NATS frame by frame."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Literal
+
+import httpx
+
+from pdq.connect import Connected
+from pdq.core import errors, names
+from pdq.core.handoff import State
+from pdq.core.lease import RecordKey
+from pdq.core.messages import End, OutputAnswer, PrefillJob, Resend, Sampling, TokenEntry, TokenFrame, encode
+from pdq.core.stream import Assembler
+from pdq.ports import Queue
+from tests.faults.matrix.plant import MODEL
+
+SILENCE_S: Final = 1.0
+GIVE_UP_S: Final = 30.0
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: str
+    max_tokens: int
+
+
+VOLLEY: Final = (Asked("first " * 55, 24), Asked("second " * 30, 40), Asked("third " * 15, 2))
+"""What a cell's HTTP clients ask for at the same time."""
+RAW: Final = Asked("producer " * 40, 30)
+"""And what a producer publishes meanwhile."""
+
+How = Literal["done", "failed", "cancelled", "expired", "refused", "broken", "hung"]
+
+
+@dataclass
+class Outcome:
+    """``done`` and the other terminal events; ``refused``: never accepted; ``broken``: the bridge is gone; ``hung``: never."""
+
+    asked: Asked
+    how: How
+    text: str = ""
+    detail: str = ""
+    request_id: str = ""
+    frames: list[TokenEntry] = field(default_factory=list)
+
+
+async def over_http(url: str, asked: Asked, timeout_ms: int = 45_000) -> Outcome:
+    """One streamed completion."""
+    body = {"model": MODEL, "prompt": asked.prompt, "max_tokens": asked.max_tokens, "temperature": 0, "stream": True}
+    outcome = Outcome(asked, "broken")
+    try:
+        async with (
+            httpx.AsyncClient(timeout=GIVE_UP_S) as client,
+            client.stream(
+                "POST", f"{url}/v1/completions", json=body, headers={names.HEADER_TIMEOUT_MS: str(timeout_ms)}
+            ) as answer,
+        ):
+            outcome.request_id = answer.headers.get(names.HEADER_REQUEST_ID, "")
+            if answer.status_code != 200:
+                outcome.detail = (await answer.aread()).decode()
+                outcome.how = "refused" if answer.status_code == 503 else "failed"
+                return outcome
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    outcome.how = "done"
+                elif line.startswith("data: "):
+                    _read_event(outcome, json.loads(line[6:]))
+    except httpx.TimeoutException:
+        outcome.how = "hung"
+    except httpx.HTTPError as error:
+        outcome.detail = repr(error)
+    return outcome
+
+
+def _read_event(outcome: Outcome, event: dict[str, object]) -> None:
+    if "error" in event:
+        outcome.how, outcome.detail = "failed", str(event["error"])
+    for choice in event.get("choices", ()):  # type: ignore[attr-defined]
+        outcome.text += choice["text"]
+
+
+class Producer:
+    """A program of its own that publishes one request and keeps all frames: the receiver's whole duty."""
+
+    def __init__(self, system: Connected, asked: Asked) -> None:
+        self._system = system
+        self._asked = asked
+        self._reply_to = names.reply_subject(f"producer-{next(_numbers)}")
+        self._output = Assembler()
+        self._pieces: list[str] = []
+        self._end: End | None = None
+        self._worker = ""
+        self._spoken = asyncio.Event()
+        self.outcome = Outcome(asked, "hung")
+
+    async def run(self) -> Outcome:
+        job = PrefillJob(
+            model=MODEL,
+            reply_to=self._reply_to,
+            prompt=self._asked.prompt,
+            sampling=Sampling(temperature=0, max_tokens=self._asked.max_tokens),
+            timeout_ms=45_000,
+        )
+        outcome = self.outcome
+        subscription = await self._system.bus.receive(self._reply_to, self._on_frame, self._answer)
+        try:
+            await self._system.queue.publish(Queue.PREFILL, MODEL, encode(job), message_id=self._reply_to, ttl_s=45)
+            async with asyncio.timeout(GIVE_UP_S):
+                while self._end is None:
+                    await self._listen()
+        except errors.Unavailable as error:
+            outcome.how, outcome.detail = "refused", str(error)
+        except TimeoutError:
+            outcome.detail = f"no end after {self._output.tokens}"
+        finally:
+            await subscription.close()
+        if self._end is not None:
+            outcome.how = self._end.state
+            outcome.detail = str(self._end.error or "")
+            outcome.text = "".join(self._pieces) + self._end.tail
+        return outcome
+
+    def _answer(self, request_id: str) -> OutputAnswer:
+        return OutputAnswer(request_id, wanted=True, tokens=tuple(self._output.tokens))
+
+    def _on_frame(self, frame: TokenFrame) -> None:
+        self._worker = frame.worker
+        for entry in frame.entries:
+            self.outcome.frames.append(entry)
+            self.outcome.request_id = entry.request_id
+            self._take(self._output.accept(entry))
+        self._spoken.set()
+
+    def _take(self, entries: Sequence[TokenEntry]) -> None:
+        for entry in entries:
+            self._pieces += entry.pieces
+            self._end = entry.end or self._end
+
+    async def _listen(self) -> None:
+        self._spoken.clear()
+        with contextlib.suppress(TimeoutError, errors.Unavailable):
+            try:
+                await asyncio.wait_for(self._spoken.wait(), SILENCE_S)
+            except TimeoutError:
+                await self._ask_the_record()
+            if self._output.ask_again(asyncio.get_running_loop().time()) is not None:
+                await self._resend()
+
+    async def _ask_the_record(self) -> None:
+        if not self.outcome.request_id:
+            live = await self._system.ledger.live(MODEL)
+            mine = next((it for it in live if it.reply_to == self._reply_to), None)
+            self.outcome.request_id = mine.key.request_id if mine else ""
+            return
+        key = RecordKey(MODEL, self.outcome.request_id)
+        record = await self._system.ledger.read(key)
+        if record is None or not record.state.terminal:
+            return
+        if record.state is State.DONE:
+            self._worker = (await self._system.ledger.history(key))[-1].worker
+            await self._resend()
+            await asyncio.sleep(0.5)
+            if self._end is not None:
+                return
+        self._end = End(state=record.state.value)  # type: ignore[arg-type]
+
+    async def _resend(self) -> None:
+        message = Resend(self.outcome.request_id, self._output.next_seq, self._reply_to)
+        await self._system.bus.control(names.worker_subject(self._worker), message)
+
+
+class Tap:
+    """Every frame that goes to the bridge, by request."""
+
+    def __init__(self) -> None:
+        self.frames: dict[str, list[TokenEntry]] = {}
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        for entry in frame.entries:
+            self.frames.setdefault(entry.request_id, []).append(entry)
+
+
+def faults_of(frames: Sequence[TokenEntry]) -> list[str]:
+    """What must never be seen on the wire of one request, however often frames are repeated."""
+    found: list[str] = []
+    known: dict[int, int] = {}
+    ends: dict[tuple[int, str], int] = {}
+    for entry in frames:
+        for seq, token in enumerate(entry.tokens, entry.seq):
+            if known.setdefault(seq, token) != token:
+                found.append(f"token {seq} is {known[seq]} and {token}")
+        if entry.end is not None:
+            place = (entry.seq + len(entry.tokens), entry.end.state)
+            ends[place] = ends.get(place, 0) + 1
+    if len(ends) > 1:
+        found.append(f"several ends: {ends}")
+    for place, _ in ends:
+        if any(seq >= place for seq in known):
+            found.append(f"tokens {sorted(seq for seq in known if seq >= place)} after an end at {place}")
+    return found
