@@ -273,6 +273,8 @@ class ScalingSettings(Struct, frozen=True):
     """Least time from one change of a pool to its next shrinking."""
     idle_s: Seconds = 300.0
     """With nothing to do for this long, pools that may go to zero do."""
+    startup_s: Seconds = 20.0
+    """About how long a new worker takes to become ready: a queue that will be gone by then calls for none."""
     ready_within_s: Seconds = 180.0
     """A worker that takes longer to become ready is no longer counted on."""
 
