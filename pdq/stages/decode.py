@@ -16,7 +16,7 @@ from pdq.core import errors, names
 from pdq.core.handoff import Event, Retain, Side, State
 from pdq.core.layout import KvLayout
 from pdq.core.lease import Lease, RecordKey
-from pdq.core.messages import Cancel, Control, DecodeJob, Release, TokenEntry, decode
+from pdq.core.messages import Cancel, Control, DecodeJob, Release, decode
 from pdq.core.output import Output
 from pdq.ports import (
     Changes,

@@ -47,6 +47,9 @@ class Finisher:
             except errors.Unavailable as error:
                 log.warning("ledger away at the end of %s, waiting: %s", record.key.request_id, error)
                 await asyncio.sleep(AWAY_PAUSE_S)
+            except errors.LedgerRefusal:
+                self._parts.outbox.forget(record.key.request_id)
+                raise
         if failpoints.armed and await failpoints.hit("finish.after", record.key.request_id):
             return
         await self._parts.outbox.send(record.reply_to, (end_alone(record, output),))

@@ -24,7 +24,6 @@ def entry(record: Record, seq: int, token: int, piece: str, logprobs: TokenLogpr
         tokens=(token,),
         pieces=(piece,),
         logprobs=(logprobs,) if logprobs is not None else None,
-        end=end,
         client_id=record.client_id,
     )
 
