@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import uuid
@@ -160,7 +161,14 @@ def test_no_secret_is_in_a_log_a_command_line_or_the_settings(servers: Secured, 
 
 
 @pytest.fixture(scope="module")
-def fleet(servers: Secured, stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """Servers on which nobody has set anything up yet."""
+    with secured(tmp_path_factory.mktemp("guarded")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def fleet(guarded: Secured, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """One program per role, each with its own credentials only; the address of the bridge, and where the logs are."""
     logs, port = tmp_path_factory.mktemp("fleet"), free_port()
     common = {
@@ -178,9 +186,7 @@ def fleet(servers: Secured, stack: Stack, tmp_path_factory: pytest.TempPathFacto
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PDQ_")}
     children = [
-        Child(
-            role, [sys.executable, *argv], logs / f"{role}.log", inherited | common | servers.environ(role, redis)
-        ).start()
+        Child(role, [sys.executable, *argv], logs / f"{role}.log", inherited | common | guarded.environ(role, redis))
         for role, (argv, redis) in programs.items()
     ]
     url = f"http://127.0.0.1:{port}"
@@ -191,12 +197,24 @@ def fleet(servers: Secured, stack: Stack, tmp_path_factory: pytest.TempPathFacto
         return False
 
     try:
+        children[0].start()
+        wait_for(lambda: asyncio.run(set_up(guarded)), "all streams, which only the reaper may create", 60)
+        for child in children[1:]:
+            child.start()
         wait_for(ready, "a ready bridge", 60)
         yield url, logs
     finally:
         for child in children:
             asyncio.run(child.stop(20))
     assert [child.returncode for child in children] == [0] * len(children)
+
+
+async def set_up(guarded: Secured) -> bool:
+    client = await log_in(guarded, "operator")
+    try:
+        return len(await client.jetstream().streams_info()) == 4
+    finally:
+        await client.close()
 
 
 def test_the_permissions_in_the_documentation_suffice_for_every_role(fleet: tuple[str, Path]) -> None:
@@ -217,8 +235,8 @@ def test_the_permissions_in_the_documentation_suffice_for_every_role(fleet: tupl
     assert "NOPERM" not in told, told
 
 
-async def test_a_producer_needs_its_own_subjects_only(servers: Secured, fleet: tuple[str, Path]) -> None:
-    client = await producer(servers)
+async def test_a_producer_needs_its_own_subjects_only(guarded: Secured, fleet: tuple[str, Path]) -> None:
+    client = await log_in(guarded, "producer")
     reply = client.new_inbox()
     tokens = await client.subscribe(reply)
     job = {"model": "guarded", "prompt": "hello", "reply_to": reply, "sampling": {"max_tokens": 4}}
@@ -242,14 +260,14 @@ FORBIDDEN = [
 
 
 async def test_a_producer_can_neither_speak_for_workers_nor_listen_to_them(
-    servers: Secured, fleet: tuple[str, Path]
+    guarded: Secured, fleet: tuple[str, Path]
 ) -> None:
     refused: list[str] = []
 
     async def hear(error: Exception) -> None:
         refused.append(str(error).lower())
 
-    client = await producer(servers, hear)
+    client = await log_in(guarded, "producer", hear)
     for subject in FORBIDDEN:
         await client.publish(subject, b"{}")
     for subject in ("pdq.tokens.>", "_INBOX.>", "pdq.control.>"):
@@ -261,17 +279,15 @@ async def test_a_producer_can_neither_speak_for_workers_nor_listen_to_them(
     await client.close()
 
 
-async def producer(servers: Secured, on_error: object = None) -> nats.NATS:
-    import ssl
-
+async def log_in(servers: Secured, role: str, on_error: object = None) -> nats.NATS:
     context = ssl.create_default_context(cafile=servers.authority.path("ca.pem"))
     context.load_cert_chain(servers.authority.path("client.pem"), servers.authority.path("client.key"))
     return await nats.connect(
         f"tls://127.0.0.1:{servers.nats_port}",
-        user="producer",
-        password=password("nats", "producer"),
+        user=role,
+        password=password("nats", role),
         tls=context,
-        inbox_prefix="_INBOX.producer",
+        inbox_prefix=f"_INBOX.{role}",
         **({"error_cb": on_error} if on_error else {}),  # type: ignore[arg-type]
     )
 
