@@ -28,6 +28,7 @@ WORKER_STATES: Final = ("ready", "draining")
 class _Reading:
     workers: Sequence[WorkerInfo]
     depths: Mapping[tuple[str, Queue], tuple[int, int]]
+    dead: Mapping[str, int]
     loads: Mapping[str, Load]
     overdue: Mapping[str, int]
 
@@ -66,15 +67,17 @@ class Readings(Collector):
 
     async def _read(self) -> _Reading:
         places = [(model, queue) for model in self._models for queue in Queue]
-        workers, depths, loads, due = await asyncio.gather(
+        workers, depths, dead, loads, due = await asyncio.gather(
             self._registry.workers(),
             asyncio.gather(*(self._queue.depth(queue, model) for model, queue in places)),
+            asyncio.gather(*(self._queue.dead(model) for model in self._models)),
             asyncio.gather(*(self._ledger.load(model) for model in self._models)),
             asyncio.gather(*(self._ledger.due(model, OVERDUE_LIMIT) for model in self._models)),
         )
         return _Reading(
             workers=[info for info in workers if info.model in self._models],
             depths=dict(zip(places, depths, strict=True)),
+            dead=dict(zip(self._models, dead, strict=True)),
             loads=dict(zip(self._models, loads, strict=True)),
             overdue=dict(zip(self._models, map(len, due), strict=True)),
         )
@@ -97,6 +100,10 @@ class Readings(Collector):
             taken.add_metric(place, depth[1])
         yield waiting
         yield taken
+        dead = GaugeMetricFamily("pdq_dead_letters", "Jobs that were given up and are kept", labels=["model"])
+        for model, count in reading.dead.items():
+            dead.add_metric((model,), count)
+        yield dead
 
     def _of_requests(self, reading: _Reading) -> Iterator[Metric]:
         labels = ["model", "state"]

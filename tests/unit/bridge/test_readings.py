@@ -50,6 +50,14 @@ async def test_waiting_and_taken_jobs_are_told_apart() -> None:
     assert f'pdq_queue_waiting{{model="{MODEL}",queue="decode"}} 0.0' in text
 
 
+async def test_dead_letters_are_counted() -> None:
+    world = World()
+    await world.queue.publish(Queue.DECODE, MODEL, b"junk")
+    [delivery] = await world.queue.pull(Queue.DECODE, MODEL, limit=1, wait_s=1)
+    await delivery.reject("invalid_message", "not a job")
+    assert f'pdq_dead_letters{{model="{MODEL}"}} 1.0' in await world.scrape()
+
+
 async def test_a_pool_without_workers_is_reported_as_zero_not_left_out() -> None:
     world = World()
     await world.registry.announce(worker_info(Pool.PREFILL), 60_000)
