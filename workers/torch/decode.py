@@ -88,7 +88,7 @@ class TorchSeat:
 
     def next_part(self) -> Part:
         at = self._computed
-        return Part(self.tokens[at:], Span(at, len(self.tokens) - at, self._rows), self._sampling, one_by_one=True)
+        return Part(self.tokens[at:], Span(at, len(self.tokens) - at, self._rows), self._sampling, alone_from=at)
 
     def append(self, token: int) -> None:
         self._computed = len(self.tokens)

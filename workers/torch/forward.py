@@ -23,13 +23,15 @@ class Part:
     tokens: Sequence[int]
     span: Span
     sampling: SamplingState | None
-    one_by_one: bool = False
-    """Let each token attend by itself, as in a decode step of its own: several at once then give the same bits."""
+    alone_from: int | None = None
+    """From this position on each token attends by itself, as in a decode step of its own: output that goes through the
+    model once more, several tokens at once, then gives the same bits as the first time."""
 
     def spans(self) -> list[Span]:
-        if not self.one_by_one:
-            return [self.span]
-        return [Span(self.span.begin + i, 1, self.span.rows) for i in range(self.span.count)]
+        begin, end, rows = self.span.begin, self.span.begin + self.span.count, self.span.rows
+        alone = end if self.alone_from is None else min(max(begin, self.alone_from), end)
+        together = [Span(begin, alone - begin, rows)] if alone > begin else []
+        return together + [Span(position, 1, rows) for position in range(alone, end)]
 
 
 class ForwardPass:

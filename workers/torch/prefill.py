@@ -88,7 +88,8 @@ class TorchRun:
         at = index * self._layout.chunk_tokens
         piece = tokens[at : at + self._layout.chunk_tokens]
         last = at + len(piece) == len(tokens)
-        part = Part(piece, Span(at, len(piece), self._rows), machine.sampling_state(self._work) if last else None)
+        sampling = machine.sampling_state(self._work) if last else None
+        part = Part(piece, Span(at, len(piece), self._rows), sampling, alone_from=len(tokens) - self._work.resumed)
         blocks = [self.blocks[i] for i in self._layout.chunk_blocks(index, len(tokens))]
         self.computing = True
 
