@@ -11,7 +11,7 @@ import typer.main
 from pdq.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "docs" / "states.md"]
 PROGRAM = typer.main.get_command(app)
 COMMANDS: dict[str, click.Command] = dict(PROGRAM.commands)  # type: ignore[attr-defined]
 TARGETS = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
