@@ -19,7 +19,6 @@ from pdq.bridge.fleet import Fleet
 from pdq.bridge.metrics import CONTENT_TYPE, Metrics
 from pdq.bridge.openai import ChatRequest, CompletionRequest
 from pdq.bridge.readings import Readings
-from pdq.bridge.readings import Readings
 from pdq.bridge.reply import Channel, Reply, Send, StreamReply, WholeReply
 from pdq.bridge.requests import InFlight, Stream
 from pdq.core import errors
@@ -137,8 +136,6 @@ class Bridge:
         self._parts = parts
         self._settings = parts.settings
         self.metrics = Metrics()
-        self.readings = Readings(parts.tokenizers, parts.queue, parts.ledger, parts.registry, parts.clock)
-        self.metrics.registry.register(self.readings)
         self.readings = Readings(parts.tokenizers, parts.queue, parts.ledger, parts.registry, parts.clock)
         self.metrics.registry.register(self.readings)
         self.fleet = Fleet(parts.registry, parts.settings.handoff.mode, parts.clock)
@@ -363,7 +360,6 @@ class Bridge:
             return
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await self.readings.refresh()
         await self.readings.refresh()
         exchange.channel.answer(refusal.Reply(200, self.metrics.render(), [(b"content-type", CONTENT_TYPE)]))
 
