@@ -100,7 +100,7 @@ def _transport(name: str, settings: Settings) -> KvTransport:
         case "shm":
             from pdq.adapters.shm import ShmTransport
 
-            return ShmTransport(settings.transport, root=Path(settings.transport.shm_dir))
+            return ShmTransport(settings.transport)
         case "redis":
             from pdq.adapters.redis_tier import RedisTier
 

@@ -320,8 +320,8 @@ class HandoffLedger(Protocol):
 
     async def books(self, model: str, *, mend: bool = False) -> Books | None:
         """What is kept beside the records, compared with them (for operators; cost grows with live records). None: there
-        are too many to hold the ledger up for. ``mend`` sets the counters to what follows from the records. Finding
-        ``unindexed`` takes several steps."""
+        are too many to hold the ledger up for. ``mend`` sets the counters to what follows from the records, unless some
+        of these are not on the due list. Finding those takes several steps."""
 
     async def models(self) -> Sequence[str]: ...
 

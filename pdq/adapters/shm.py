@@ -38,7 +38,6 @@ from pdq.core.names import SHM_PREFIX
 from pdq.core.settings import TransportSettings
 from pdq.ports import Buffer, ChunkPlan, Fetched, HandoffRef, Locator
 
-SHM_ROOT: Final = Path("/dev/shm")
 PAGE: Final = 4096
 SLICE: Final = 512 * 1024
 """Copied and then hashed at a time, so that the hash finds its bytes in the cache."""
@@ -108,14 +107,14 @@ class _Held:
 
 
 class ShmTransport:
-    """``KvTransport`` over segments in ``root``."""
+    """``KvTransport`` over segments in ``shm_dir``."""
 
-    def __init__(self, settings: TransportSettings, *, root: Path = SHM_ROOT, pool_bytes: int = POOL_BYTES) -> None:
-        self._root = root
+    def __init__(self, settings: TransportSettings, *, pool_bytes: int = POOL_BYTES) -> None:
+        self._root = Path(settings.shm_dir)
         self._pool_bytes = pool_bytes
         self._pool: list[_Segment] = []
         self._held: dict[tuple[RecordKey, int], _Held] = {}
-        self._mapped = _Mapped(root, pool_bytes)
+        self._mapped = _Mapped(self._root, pool_bytes)
 
     @property
     def name(self) -> str:

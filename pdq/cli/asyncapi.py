@@ -105,14 +105,23 @@ def document() -> dict[str, Any]:
             },
             "answers": {
                 "address": None,
-                "description": "The inbox that a NATS request carries: where `OutputAnswer` goes.",
-                "messages": {"OutputAnswer": _ref("components", "messages", "OutputAnswer")},
+                "description": "The inbox that a NATS request carries: where its answer goes.",
+                "messages": {
+                    "OutputAnswer": _ref("components", "messages", "OutputAnswer"),
+                    "AccountAnswer": _ref("components", "messages", "AccountAnswer"),
+                },
             },
             "worker": {
                 "address": _placeholders(names.worker_subject("WORKER")),
                 "description": "Control messages to one worker.",
                 "parameters": {"worker": {"description": "The worker's id, as in `TokenFrame.worker`."}},
                 "messages": {"Control": _ref("components", "messages", "Control")},
+            },
+            "account": {
+                "address": _placeholders(names.account_subject("WORKER")),
+                "description": "Where a worker is asked what it holds.",
+                "parameters": {"worker": {"description": "The worker's id, as in `TokenFrame.worker`."}},
+                "messages": {"AccountQuestion": _ref("components", "messages", "AccountQuestion")},
             },
             "cancel": {
                 "address": names.CANCEL_SUBJECT,
@@ -128,11 +137,11 @@ def document() -> dict[str, Any]:
             "sendTokens": _operation("send", "tokens", "TokenFrame", "A worker sends one step's tokens, or the end."),
             "askOutput": {
                 **_operation("send", "tokens", "OutputQuestion", "A resuming worker asks which tokens have arrived."),
-                "reply": {
-                    "address": {"location": "$message.header#/reply", "description": "The request's inbox."},
-                    "channel": _ref("channels", "answers"),
-                    "messages": [_ref("channels", "answers", "messages", "OutputAnswer")],
-                },
+                "reply": _reply("OutputAnswer"),
+            },
+            "askAccount": {
+                **_operation("receive", "account", "AccountQuestion", "Anybody asks a worker what it holds now."),
+                "reply": _reply("AccountAnswer"),
             },
             "controlWorker": _operation("receive", "worker", "Control", "Ask a worker to resend, or to drain."),
             "cancelRequests": _operation("receive", "cancel", "Control", "Tell all workers what was cancelled."),
@@ -176,6 +185,8 @@ _MESSAGES: Final[dict[str, dict[str, str]]] = {
     "Control": {},
     "OutputQuestion": {},
     "OutputAnswer": {},
+    "AccountQuestion": {},
+    "AccountAnswer": {},
 }
 """Messages with a schema file of the same name, and their headers."""
 
@@ -236,6 +247,14 @@ def _operation(action: str, channel: str, message: str, summary: str) -> dict[st
         "channel": _ref("channels", channel),
         "summary": summary,
         "messages": [_ref("channels", channel, "messages", message)],
+    }
+
+
+def _reply(message: str) -> dict[str, Any]:
+    return {
+        "address": {"location": "$message.header#/reply", "description": "The request's inbox."},
+        "channel": _ref("channels", "answers"),
+        "messages": [_ref("channels", "answers", "messages", message)],
     }
 
 

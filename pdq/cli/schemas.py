@@ -26,6 +26,8 @@ PUBLIC: Final[dict[str, Any]] = {
     "Control": messages.Control,
     "OutputQuestion": messages.OutputQuestion,
     "OutputAnswer": messages.OutputAnswer,
+    "AccountQuestion": messages.AccountQuestion,
+    "AccountAnswer": messages.AccountAnswer,
     "Record": ports.Record,
     "WorkerInfo": ports.WorkerInfo,
 }

@@ -30,7 +30,7 @@ from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import bridge_command, worker_command
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Unavailable
-from pdq.core.settings import TransportSettings
+from pdq.core.settings import load
 from pdq.ports import Pool
 from pdq.runtime import EXIT_BAD_INPUT
 
@@ -206,7 +206,7 @@ class Stack:
         for server in reversed(self._servers):
             await server.stop()
         hurrying.cancel()
-        ShmTransport(TransportSettings()).sweep()  # of workers that had to be killed
+        ShmTransport(load(self._environ).transport).sweep()  # of workers that had to be killed
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
         await hurry.wait()

@@ -53,6 +53,7 @@ def test_addresses_become_the_subjects_that_pdq_uses() -> None:
         "localJobs": names.local_subject("m", "batch"),
         "deadLetters": names.dead_subject("prefill", "m"),
         "worker": names.worker_subject("w"),
+        "account": names.account_subject("w"),
         "cancel": names.CANCEL_SUBJECT,
     }.items():
         address = DOCUMENT["channels"][channel]["address"]

@@ -198,6 +198,8 @@ class RedisLedger:
 
     async def books(self, model: str, *, mend: bool = False) -> Books | None:
         keys = (names.due_key(model), names.load_key(model))
+        unindexed = await self._unindexed(model)
+        mend = mend and not unindexed  # these are counted, and the script does not find them
         reply = await self._link.run(self._books, keys, names.record_key(model, ""), BOOKS_LIMIT, int(mend))
         if not reply:
             return None
@@ -207,7 +209,7 @@ class RedisLedger:
             recounted=_figures(recounted),
             strays=tuple(name.decode() for name in strays),
             late=tuple(name.decode() for name in late),
-            unindexed=await self._unindexed(model),
+            unindexed=unindexed,
         )
 
     async def _unindexed(self, model: str) -> tuple[str, ...]:
