@@ -23,6 +23,8 @@ from pdq.ports import Changes, HandoffLedger, Record, Subscription, TokenBus
 
 log = logging.getLogger(__name__)
 
+END_TRIES: Final = 4
+"""How often the worker that ended a request is asked for tokens that did not arrive."""
 SWEEP_S: Final = 0.5
 CANCEL_TRIES: Final = 6
 BRIDGE: Final = "bridge"
@@ -59,7 +61,7 @@ class Stream:
         self.submitted = False
         """Record and job are out."""
         self.aborted = False
-        self.asked_for_end = False
+        self.asked_for_end = 0
 
     @property
     def ended(self) -> bool:
@@ -260,9 +262,9 @@ class InFlight:
         stream.seen_at = self._clock()
         if record is not None and not record.state.terminal:
             return
-        if record is not None and record.state is State.DONE and not stream.asked_for_end:
-            # It went well, and only its last frames are lost: the worker that ended it still has them.
-            stream.asked_for_end = True
+        if record is not None and record.state is State.DONE and stream.asked_for_end < _tries(stream, record):
+            # It went well, and only its last frames are lost or late: the worker that ended it still has them.
+            stream.asked_for_end += 1
             log_entries = await self._ledger.history(stream.key)
             stream.worker = log_entries[-1].worker if log_entries else stream.worker
             if stream.worker and not stream.ended:
@@ -278,6 +280,11 @@ class InFlight:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tries(stream: Stream, record: Record) -> int:
+    """For the mere end once: the record says as much."""
+    return END_TRIES if stream.assembler.next_seq < record.emitted else 1
 
 
 def _end_of(record: Record | None, delivered: int) -> End:

@@ -1,12 +1,17 @@
 """What becomes of a delivered job, decided in one place from the error that ended its handling."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pdq.core import errors
 
 
 class Ack(NamedTuple):
     """The job is finished with, or someone else's business now."""
+
+
+class Leave(NamedTuple):
+    """Say nothing. If another worker has the job in hands, its word counts; if nobody has, it is delivered again after
+    ``ack_wait``."""
 
 
 class Retry(NamedTuple):
@@ -22,7 +27,10 @@ class Reject(NamedTuple):
     detail: str
 
 
-Verdict = Ack | Retry | Reject
+MAX_RETRIES_OF_HELD: Final = 20
+"""Past this many deliveries, far below ``max_deliver``, a job that another worker holds is not asked for any more."""
+
+Verdict = Ack | Leave | Retry | Reject
 
 
 def verdict(error: BaseException | None, deliveries: int) -> Verdict:
@@ -34,9 +42,15 @@ def verdict(error: BaseException | None, deliveries: int) -> Verdict:
     match error:
         case None:
             return Ack()
-        case errors.RecordEnded() | errors.StaleEpoch() | errors.RequestCancelled() | errors.IllegalTransition():
-            # The request has ended, or another worker has it, or it is past this stage: nothing is left to do.
+        case errors.RecordEnded() | errors.RequestCancelled() | errors.IllegalTransition():
+            # The request has ended, or it is past this stage: nothing is left to do.
             return Ack()
+        case errors.StaleEpoch():
+            # Another worker may have it. Or nobody: the lease ran out while this process, or the ledger, stood still.
+            return Leave()
+        case errors.LeaseHeld() if deliveries > MAX_RETRIES_OF_HELD:
+            # Its holder lives long, and the broker counts every delivery.
+            return Leave()
         case errors.LeaseHeld():
             return Retry(delay_s=max(error.remaining_ms, 50) / 1000)
         case errors.PdqError() if not error.retryable:

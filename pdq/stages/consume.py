@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from pdq import failpoints
-from pdq.core.delivery import Ack, Reject, Retry, verdict
+from pdq.core.delivery import Ack, Leave, Reject, Retry, verdict
 from pdq.core.errors import PdqError
 from pdq.core.messages import JobInHand
 from pdq.ports import Delivery, JobQueue, Queue
@@ -131,6 +131,8 @@ class Consumer:
                 if error is not None:
                     log.debug("job %s/%d let go: %s", self._queue, delivery.sequence, error)
                 await delivery.ack()
+            case Leave():
+                log.debug("job %s/%d left to whoever has it: %s", self._queue, delivery.sequence, error)
             case Retry(delay_s):
                 log.info("job %s/%d again in %.2f s: %s", self._queue, delivery.sequence, delay_s, error)
                 await delivery.retry(delay_s)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdq.core import errors, ids
-from pdq.core.delivery import Ack, Reject, Retry, backoff_s, verdict
+from pdq.core.delivery import MAX_RETRIES_OF_HELD, Ack, Leave, Reject, Retry, backoff_s, verdict
 from pdq.core.lease import Lease, RecordKey, renewal_period_s
 from pdq.core.refusals import refusal
 
@@ -44,7 +44,9 @@ def test_every_error_of_ours_has_one_verdict_that_follows_from_its_kind(
 ) -> None:
     match verdict(made(kind), deliveries):
         case Ack():
-            assert kind in (errors.RecordEnded, errors.StaleEpoch, errors.RequestCancelled, errors.IllegalTransition)
+            assert kind in (errors.RecordEnded, errors.RequestCancelled, errors.IllegalTransition)
+        case Leave():
+            assert kind in (errors.StaleEpoch, errors.LeaseHeld)
         case Retry(delay_s):
             assert kind.retryable
             assert 0 < delay_s <= 5
@@ -56,6 +58,14 @@ def test_every_error_of_ours_has_one_verdict_that_follows_from_its_kind(
 def test_a_job_whose_record_is_held_waits_for_the_lease() -> None:
     assert verdict(errors.LeaseHeld("held", remaining_ms=2_500), 1) == Retry(2.5)
     assert verdict(errors.LeaseHeld("held", remaining_ms=0), 1) == Retry(0.05)
+
+
+def test_a_job_that_is_held_for_long_does_not_use_up_its_deliveries() -> None:
+    assert verdict(errors.LeaseHeld("held", remaining_ms=2_500), MAX_RETRIES_OF_HELD + 1) == Leave()
+
+
+def test_who_lost_its_lease_says_nothing_about_a_job_that_another_worker_may_have() -> None:
+    assert verdict(errors.StaleEpoch("lost"), 1) == Leave()
 
 
 def test_a_bug_is_rejected_with_its_type() -> None:

@@ -1,18 +1,20 @@
-"""A whole pdq whose every part can be hurt on its own: real processes, real servers, a network of its own for each program."""
+"""A whole pdq whose parts can be hurt one by one: real processes, real servers, a network of its own for each program."""
 
 import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import httpx
+import msgspec
 import psutil
+from redis.asyncio import Redis
 
 from pdq.adapters.processes import Child, Server, free_port, nats_server, valkey_server
 from pdq.connect import Connected, connect
@@ -216,49 +218,29 @@ class Plant:
 
     async def held(self, since_ms: int) -> list[str]:
         """What anyone still holds; a worker's word counts only if it was given after ``since_ms`` (ledger's clock)."""
-        system, found = self.system, []
-        for record in await system.ledger.live(MODEL):
-            found.append(f"record {record.key.request_id} is {record.state}, {record.source=}, {record.sink=}")
-        load_now = await system.ledger.load(MODEL)
-        for what in ("requests", "prompt_tokens", "reserved_tokens"):
-            counted = {state.value: number for state, number in getattr(load_now, what).items() if number}
-            if counted:
-                found.append(f"{what} counted: {counted}")
-        for queue in Queue:
-            if any(depth := await system.queue.depth(queue, MODEL)):
-                found.append(f"queue {queue} has {depth} (waiting, taken)")
-        spoken = {}
-        for worker in await system.registry.workers():
-            spoken[worker.worker] = worker
-        for name in WORKERS:
-            identity = self.programs[name].identity
-            info = spoken.get(identity)
-            if info is None or await self._announced_ms(identity) <= since_ms:
-                found.append(f"{identity} has not spoken since")
-                continue
-            now = info.occupancy
-            if now.free_blocks != now.total_blocks or now.held or now.running:
-                found.append(f"{identity} holds {now}")
-        if keys := [
-            key async for key in self._redis().scan_iter(names.tier_key(MODEL, "*", 0, "").split("*")[0] + "*")
-        ]:
-            found.append(f"tier keys {keys[:3]}")
+        system = self.system
+        found = [
+            f"record {record.key.request_id} is {record.state}, {record.source=}, {record.sink=}"
+            for record in await system.ledger.live(MODEL)
+        ]
+        if counted := [count for count in _numbers(msgspec.to_builtins(await system.ledger.load(MODEL))) if count]:
+            found.append(f"load counters: {counted}")
+        depths = {queue.value: await system.queue.depth(queue, MODEL) for queue in Queue}
+        found += [f"queue {queue} has {depth} (waiting, taken)" for queue, depth in depths.items() if any(depth)]
+        spoken = {worker.worker: worker for worker in await system.registry.workers()}
+        async with Redis.from_url(self.servers["valkey"].url) as client:
+            for name in WORKERS:
+                identity = self.programs[name].identity
+                left_ms = int(await client.pttl(names.worker_key(identity)))
+                announced_ms = await system.ledger.now_ms() + left_ms - int(LEASE_S * 1000)
+                if identity not in spoken or announced_ms <= since_ms:
+                    found.append(f"{identity} has not spoken since")
+                    continue
+                now = spoken[identity].occupancy
+                if now.free_blocks != now.total_blocks or now.held or now.running:
+                    found.append(f"{identity} holds {now}")
+            found += [f"tier key {key}" async for key in client.scan_iter(f"pdq:{{{MODEL}}}:kv:*")]
         return found
-
-    def _redis(self):  # type: ignore[no-untyped-def]
-        from redis.asyncio import Redis
-
-        client = Redis.from_url(self.servers["valkey"].url)
-        return client
-
-    async def _announced_ms(self, worker: str) -> int:
-        """When the worker's entry was written, on the ledger's clock."""
-        client = self._redis()
-        try:
-            left = await client.pttl(names.worker_key(worker))
-        finally:
-            await client.aclose()
-        return await self.system.ledger.now_ms() + int(left) - int(LEASE_S * 1000)
 
     def signal(self, name: str, number: int) -> None:
         child = self.servers[name].child if name in self.servers else self.programs[name].child
@@ -272,3 +254,12 @@ class Plant:
 
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n{it.child.log_tail(25)}" for name, it in self.programs.items())
+
+
+def _numbers(tree: object) -> Iterator[int]:
+    """Every number in a tree of mappings."""
+    if isinstance(tree, Mapping):
+        for branch in tree.values():
+            yield from _numbers(branch)
+    elif isinstance(tree, int):
+        yield tree

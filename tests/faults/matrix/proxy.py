@@ -58,12 +58,12 @@ class Network:
         except OSError:
             writer.close()
             return
+        ways = [asyncio.ensure_future(self._pass_on(*pair)) for pair in ((reader, back), (there, writer))]
         try:
-            await asyncio.wait(
-                [asyncio.ensure_future(self._pass_on(*pair)) for pair in ((reader, back), (there, writer))],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for way in ways:
+                way.cancel()
             writer.close()
             back.close()
 

@@ -10,6 +10,7 @@ from typing import Final
 from pdq.core.lease import RecordKey
 from tests.faults.matrix.cells import Cell
 from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, WORKERS, Plant, until
+from tests.faults.matrix.proxy import Network
 from tests.faults.matrix.traffic import RAW, VOLLEY, Asked, Outcome, Producer, Tap, faults_of, over_http
 
 HELD_AT_STEP_MS: Final = 700
@@ -18,6 +19,9 @@ LONGER_THAN_A_LEASE_S: Final = LEASE_S + 1.0
 LAG_S: Final = 0.04
 SLOW_S: Final = 3.0
 VOLLEYS: Final = 8
+TIMEOUT_MS: Final = 45_000
+SHORT_TIMEOUT_MS: Final = 12_000
+SETTLE_S: Final = 30.0
 
 Texts = Mapping[Asked, str]
 
@@ -36,7 +40,7 @@ class Row:
 
 async def undisturbed(plant: Plant) -> Texts:
     """What every request of a volley is answered when nothing is wrong."""
-    outcomes = [await over_http(plant.url, asked) for asked in (*VOLLEY, RAW)]
+    outcomes = [await over_http(plant.url, asked, TIMEOUT_MS) for asked in (*VOLLEY, RAW)]
     assert all(it.how == "done" and len(it.text) == it.asked.max_tokens for it in outcomes), outcomes
     return {it.asked: it.text for it in outcomes}
 
@@ -64,7 +68,7 @@ class Trial:
         await self._settle()
         for outcome in outcomes:
             await self._judge(outcome, tap)
-        after = await over_http(plant.url, RAW)
+        after = await over_http(plant.url, RAW, TIMEOUT_MS)
         if after.how != "done" or after.text != self._texts[RAW]:
             row.wrong.append(f"the next request: {after.how} {after.detail}")
         row.seconds = time.monotonic() - started
@@ -89,6 +93,8 @@ class Trial:
             await plant.arm(name, f"{cell.point}={action}*1{cell.skip}")
         outcomes: list[Outcome] = []
         for _ in range(VOLLEYS):
+            if cell.point == "reaper.visit":  # it has work only when somebody has died
+                await plant.arm(DECODE[self._turn % 2], "decode.step=kill+12")
             volley = asyncio.ensure_future(self._volley())
             while not volley.done():
                 if hit := self._hit(sizes):
@@ -103,7 +109,9 @@ class Trial:
         return outcomes
 
     async def _volley(self) -> list[Outcome]:
-        asked = [over_http(self._plant.url, it) for it in VOLLEY]
+        # What a bridge that dies leaves behind without a job ends by its deadline, and by nothing else.
+        timeout_ms = SHORT_TIMEOUT_MS if self._cell.role == "bridge" else TIMEOUT_MS
+        asked = [over_http(self._plant.url, it, timeout_ms) for it in VOLLEY]
         return list(await asyncio.gather(*asked, Producer(self._plant.system, RAW).run()))
 
     def _hit(self, sizes: Mapping[str, int]) -> str:
@@ -139,7 +147,7 @@ class Trial:
                 await asyncio.sleep(SLOW_S)
         await self._mend()
 
-    def _networks(self):  # type: ignore[no-untyped-def]
+    def _networks(self) -> list[Network]:
         plant, role = self._plant, self._cell.role
         if role in ("nats", "valkey"):
             return [it.nats if role == "nats" else it.redis for it in plant.programs.values()]
@@ -169,7 +177,7 @@ class Trial:
             return not left
 
         try:
-            await until(free, lambda: "\n".join(left), 20)
+            await until(free, lambda: "\n".join(left), SETTLE_S)
         except AssertionError as error:
             self.row.wrong.append(str(error))
         self.row.settled_s = time.monotonic() - started

@@ -21,6 +21,7 @@ from tests.faults.matrix.plant import MODEL
 
 SILENCE_S: Final = 1.0
 GIVE_UP_S: Final = 30.0
+END_TRIES: Final = 4
 _numbers = count(1)
 
 
@@ -40,7 +41,7 @@ How = Literal["done", "failed", "cancelled", "expired", "refused", "broken", "hu
 
 @dataclass
 class Outcome:
-    """``done`` and the other terminal events; ``refused``: never accepted; ``broken``: the bridge is gone; ``hung``: never."""
+    """``how``: a terminal event; or ``refused``, never accepted; ``broken``, the bridge is gone; ``hung``, no end came."""
 
     asked: Asked
     how: How
@@ -50,7 +51,7 @@ class Outcome:
     frames: list[TokenEntry] = field(default_factory=list)
 
 
-async def over_http(url: str, asked: Asked, timeout_ms: int = 45_000) -> Outcome:
+async def over_http(url: str, asked: Asked, timeout_ms: int) -> Outcome:
     """One streamed completion."""
     body = {"model": MODEL, "prompt": asked.prompt, "max_tokens": asked.max_tokens, "temperature": 0, "stream": True}
     outcome = Outcome(asked, "broken")
@@ -67,7 +68,7 @@ async def over_http(url: str, asked: Asked, timeout_ms: int = 45_000) -> Outcome
                 outcome.how = "refused" if answer.status_code == 503 else "failed"
                 return outcome
             async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
+                if line == "data: [DONE]" and outcome.how == "broken":
                     outcome.how = "done"
                 elif line.startswith("data: "):
                     _read_event(outcome, json.loads(line[6:]))
@@ -97,6 +98,7 @@ class Producer:
         self._end: End | None = None
         self._worker = ""
         self._spoken = asyncio.Event()
+        self._tries = 0
         self.outcome = Outcome(asked, "hung")
 
     async def run(self) -> Outcome:
@@ -162,12 +164,11 @@ class Producer:
         record = await self._system.ledger.read(key)
         if record is None or not record.state.terminal:
             return
-        if record.state is State.DONE:
+        if record.state is State.DONE and self._tries < END_TRIES:
+            self._tries += 1
             self._worker = (await self._system.ledger.history(key))[-1].worker
             await self._resend()
-            await asyncio.sleep(0.5)
-            if self._end is not None:
-                return
+            return
         self._end = End(state=record.state.value)  # type: ignore[arg-type]
 
     async def _resend(self) -> None:
@@ -200,7 +201,7 @@ def faults_of(frames: Sequence[TokenEntry]) -> list[str]:
             ends[place] = ends.get(place, 0) + 1
     if len(ends) > 1:
         found.append(f"several ends: {ends}")
-    for place, _ in ends:
-        if any(seq >= place for seq in known):
-            found.append(f"tokens {sorted(seq for seq in known if seq >= place)} after an end at {place}")
+    for end_at, _ in ends:
+        if beyond := sorted(seq for seq in known if seq >= end_at):
+            found.append(f"tokens {beyond} after an end at {end_at}")
     return found
