@@ -105,7 +105,7 @@ class RedisTier:
         held = self._held.setdefault((ref.key, ref.epoch), _Held(ref, plan))
         async with held.writes:
             if index not in held.chunks and not held.released:
-                stream = _Stream(self._pool, f"store chunk {index} of {ref.key.request_id}")
+                stream = _Stream(self._pool, f"store chunk {index} of {ref.key.request_id}", writes=True)
                 await off_loop(self._store, stream, ref, plan, index, views, hurry=stream.abort)
                 held.chunks.add(index)
         if held.released:
@@ -209,9 +209,10 @@ class RedisTier:
 class _Stream:
     """One connection of the pool, for one pipeline, on one thread. A connection that was left in the middle is closed."""
 
-    def __init__(self, pool: ConnectionPool, purpose: str) -> None:
+    def __init__(self, pool: ConnectionPool, purpose: str, *, writes: bool = False) -> None:
         self._pool = pool
         self._purpose = purpose
+        self._writes = writes
         self._connection: Connection | None = None
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -233,6 +234,8 @@ class _Stream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         assert self._connection is not None
         if error is not None:
+            if self._writes:
+                self._settle()
             self._connection.disconnect()  # type: ignore[no-untyped-call]
         self._pool.release(self._connection)
         if isinstance(error, (OSError, RedisError)):
@@ -244,7 +247,16 @@ class _Stream:
         if self._socket is not None:
             with suppress(OSError):
                 # Not the method: an SSL socket's own would let the other thread go on without encryption.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                socket.socket.shutdown(self._socket, socket.SHUT_WR if self._writes else socket.SHUT_RDWR)
+
+    def _settle(self) -> None:
+        """Returns when the server has closed this connection, and so has done all that it was sent: a write that it still
+        had before it would come after, and survive, the deletion of the very keys."""
+        assert self._socket is not None
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while socket.socket.recv(self._socket, LINE_BYTES):
+                pass
 
     def send(self, *arguments: str | bytes | list[memoryview]) -> None:
         """One command; large arguments leave at once, the rest with them or with ``flush``."""

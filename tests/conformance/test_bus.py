@@ -9,12 +9,17 @@ import pytest
 from pdq.adapters.processes import Server, nats_server
 from pdq.core import names
 from pdq.core.errors import InvalidMessage, Unavailable
+from pdq.core.handoff import Side
 from pdq.core.messages import (
+    AccountAnswer,
     Cancel,
     Control,
     Drain,
     End,
+    Holding,
+    JobInHand,
     Logprob,
+    OfferedHandoff,
     OutputAnswer,
     OutputQuestion,
     Resend,
@@ -184,6 +189,18 @@ async def test_a_question_that_nobody_answers_gets_none(place: Place) -> None:
     assert await worker.ask_output("pdq.tokens.nobody", "r", 0.2) is None
     await owner.receive("pdq.tokens.deaf", Inbox().got.append)
     assert await worker.ask_output("pdq.tokens.deaf", "r", 0.2) is None
+
+
+async def test_a_worker_is_asked_what_it_holds(place: Place) -> None:
+    worker, asker = await place.bus(), await place.bus()
+    holding = Holding("r", Side.SINK, 3, "decoding", 4, 4096, 12)
+    offers = {"ucx": (OfferedHandoff("q", 1),), "shm": ()}
+    account = AccountAnswer("w", "org/model.v1", (holding,), 8, 3, 1, offers, (JobInHand("decode", 7, 12),))
+    answering = await worker.answer_account("w", lambda: account)
+    assert await asker.ask_account("w", 5) == account
+    assert await asker.ask_account("other", 0.2) is None
+    await answering.close()
+    assert await asker.ask_account("w", 0.2) is None
 
 
 async def test_control_messages_of_each_kind_reach_every_listener(place: Place) -> None:

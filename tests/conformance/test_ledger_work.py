@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.asyncio import Redis
 
-from pdq.core import errors
+from pdq.adapters.processes import Server
+from pdq.core import errors, names
 from pdq.core.handoff import Event, Side, State
 from pdq.core.lease import Hold
 from pdq.core.messages import Policy
@@ -223,6 +225,49 @@ async def test_the_log_is_bounded(world: World) -> None:
     log = await world.ledger.history(key)
     assert len(log) == 200
     assert log[-1].epoch == grants[-1].epoch
+
+
+# --- The books --------------------------------------------------------------------------------------------------------
+
+
+async def test_books_of_records_in_every_state_agree(world: World) -> None:
+    for state in State:
+        await bring(world, state, timeout_ms=SOON if state is State.EXPIRED else LONG)
+    books = await world.ledger.books(world.model)
+    assert books is not None
+    assert books.counted == books.recounted
+    assert (books.strays, books.late, books.unindexed) == ((), (), ())
+    assert await world.ledger.books(world.model, mend=True) == books
+    assert await world.ledger.books(world.model) == books
+
+
+async def test_books_that_were_tampered_with_tell_and_are_mended(valkey: Server, model: str) -> None:
+    async with redis_world(valkey.url, model) as world:
+        held, hidden, late = [await bring(world, state) for state in (State.READY, State.QUEUED, State.FETCHED)]
+        before = await world.ledger.load(model)
+        client = Redis.from_url(valkey.url)
+        await client.hset(names.load_key(model), mapping={"ready:requests": 7, "queued:prompt_tokens": "junk"})
+        await client.zadd(names.due_key(model), {"ghost": 1, late.key.request_id: 2**52})
+        await client.zrem(names.due_key(model), hidden.key.request_id)
+        books = await world.ledger.books(model, mend=True)
+        assert books is not None
+        assert (books.strays, books.late) == (("ghost",), (late.key.request_id,))
+        assert books.unindexed == (hidden.key.request_id,)
+        assert books.counted["ready:requests"] == 7
+        # Not before every live record is found again.
+        for story in (hidden, late):
+            await world.ledger.reap(story.key)
+        await world.ledger.due(model, 10)
+        books = await world.ledger.books(model, mend=True)
+        assert books is not None
+        assert (books.strays, books.late, books.unindexed) == ((), (), ())
+        assert books.counted != books.recounted
+        books = await world.ledger.books(model)
+        assert books is not None
+        assert books.counted == books.recounted
+        assert await world.ledger.load(model) == before
+        assert (await world.ledger.read(held.key)) is not None
+        await client.aclose()
 
 
 # --- Many at once -----------------------------------------------------------------------------------------------------

@@ -69,6 +69,32 @@ async def test_a_published_job_is_delivered_once_and_is_gone_when_acknowledged(q
     assert await nothing(queue, model, ACK_WAIT_S * 1.5)
 
 
+async def test_all_jobs_that_nobody_has_acknowledged_can_be_looked_at(queue: JobQueue, model: str) -> None:
+    assert await queue.stored(PREFILL, model, 10) == []
+    for data in (b"done", b"taken", b"waits"):
+        await queue.publish(PREFILL, model, data)
+    await queue.publish(PREFILL, model, b"batch", priority="batch")
+    await (await one(queue, model)).ack()
+    taken = await one(queue, model)
+    found = await queue.stored(PREFILL, model, 3)
+    assert found is not None
+    assert [job.data for job in found] == [b"taken", b"waits", b"batch"]
+    assert (found[0].sequence, found[0].published_ms) == (taken.sequence, taken.published_ms)
+    assert await queue.stored(PREFILL, model, 2) is None
+    assert await queue.stored(DECODE, model, 2) == []
+    await taken.ack()
+
+
+async def test_dead_letters_are_counted_by_model(queue: JobQueue, model: str) -> None:
+    assert await queue.dead(model) == 0
+    for chosen in (PREFILL, DECODE):
+        await queue.publish(chosen, model, b"junk")
+        (job,) = await queue.pull(chosen, model, limit=1, wait_s=5)
+        await job.reject("invalid_message", "not a job")
+    assert await queue.dead(model) == 2
+    assert await queue.dead(model + "x") == 0
+
+
 async def test_jobs_come_in_the_order_of_publishing_and_never_more_than_asked_for(queue: JobQueue, model: str) -> None:
     expected = [b"%d" % n for n in range(50)]
     for data in expected:
