@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up lint unit model test schemas clean
+.PHONY: help demo up lint unit faults model test schemas clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,12 +26,15 @@ lint: $(READY) ## Style, types, and which module may import which
 	$(BIN)/lint-imports
 
 unit: $(READY) ## Tests that need no model
-	$(BIN)/pytest -m "not model and not gpu and not perf"
+	$(BIN)/pytest -m "not model and not gpu and not perf and not faults"
+
+faults: $(READY) ## The fault matrix: every part hurt at every step of a request's life (minutes)
+	$(BIN)/pytest -m faults
 
 model: $(READY) ## Tests with the real default model (93 MB, fetched and converted once)
 	$(BIN)/pytest -m "model and not gpu and not perf"
 
-test: lint unit model ## All checks, as CI runs them
+test: lint unit faults model ## All checks, as CI runs them
 
 schemas: $(READY) ## Write schemas/ and docs/states.md anew from the types and rules
 	$(BIN)/pdq schemas --write

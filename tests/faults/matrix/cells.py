@@ -4,12 +4,15 @@ A step is a failpoint. For ``kill`` and ``stop`` the failpoint does it to its ow
 request at that step for a moment, and the fault is done from outside.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 Role = Literal["prefill", "decode", "bridge", "reaper", "nats", "valkey"]
-Fault = Literal["kill", "stop", "restart", "cut", "slow"]
-FAULTS: Final[tuple[Fault, ...]] = ("kill", "stop", "restart", "cut", "slow")
+Fault = Literal["kill", "stop", "restart", "cut", "slow", "error", "drop", "corrupt"]
+PLANTS: Final[Mapping[str, Mapping[str, str]]] = {"direct": {}, "tier": {"PDQ_TRANSPORT_WRITE_THROUGH": "redis"}}
+"""Kinds of plants: KV from worker to worker only, or with a copy in the Redis tier."""
+FAULTS: Final[tuple[Fault, ...]] = ("kill", "stop", "restart", "cut", "slow", "error", "drop", "corrupt")
 
 PREFILL_STEPS: Final = (
     "prefill.delivered",
@@ -77,6 +80,47 @@ OUTSIDE: Final[dict[Fault, dict[Role, tuple[str, ...]]]] = {
 }
 
 
+SOFT: Final[tuple[tuple[Role, Fault, str, str], ...]] = (
+    ("prefill", "error", "ledger.change", "error*1"),
+    ("prefill", "error", "ledger.changed", "error*1"),
+    ("prefill", "error", "ledger.changed+1", "error*1"),
+    ("prefill", "error", "queue.publish", "error*1"),
+    ("prefill", "error", "queue.published", "error*1"),
+    ("prefill", "error", "prefill.chunk+2", "error:engine_failed*1"),
+    ("prefill", "error", "keepalive.renew", "error*6"),
+    ("prefill", "drop", "bus.send", "drop*1"),
+    ("prefill", "drop", "prefill.before_ack", "drop*1"),
+    ("prefill", "drop", "keepalive.in_progress", "drop*6"),
+    ("prefill", "corrupt", "prefill.offering+2", "corrupt*1"),
+    ("decode", "error", "ledger.change", "error*1"),
+    ("decode", "error", "ledger.changed", "error*1"),
+    ("decode", "error", "ledger.changed+1", "error*1"),
+    ("decode", "error", "ledger.changed+2", "error*1"),
+    ("decode", "error", "decode.fetching", "error:peer_lost*1"),
+    ("decode", "error", "decode.joined", "error:engine_failed*1"),
+    ("decode", "error", "decode.step+12", "error:engine_failed*1"),
+    ("decode", "error", "keepalive.renew", "error*6"),
+    ("decode", "drop", "bus.send+3", "drop%40"),
+    ("decode", "drop", "finish.after", "drop*1"),
+    ("decode", "drop", "decode.release", "drop*4"),
+    ("decode", "drop", "decode.before_ack", "drop*1"),
+    ("decode", "drop", "keepalive.in_progress", "drop*6"),
+    ("decode", "corrupt", "transport.chunk+1", "corrupt*1"),
+    ("decode", "corrupt", "decode.landed", "corrupt*1"),
+    ("bridge", "error", "queue.publish", "error*1"),
+    ("bridge", "error", "queue.published", "error*1"),
+)
+"""Failures that a process meets instead of dying: what is armed, after the step."""
+TIER: Final[tuple[tuple[Role, Fault, str], ...]] = (
+    ("prefill", "kill", "prefill.after_ready"),
+    ("prefill", "kill", "prefill.after_announce"),
+    ("prefill", "stop", "prefill.after_announce"),
+    ("decode", "kill", "transport.chunk+1"),
+    ("decode", "kill", "decode.step+12"),
+    ("decode", "stop", "decode.before_fetched"),
+)
+
+
 @dataclass(frozen=True)
 class Cell:
     role: Role
@@ -84,10 +128,13 @@ class Cell:
     step: str
     inside: bool
     """The process does it to itself."""
+    plant: str = "direct"
+    action: str = ""
+    """What is armed, if it is not the fault itself."""
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.fault}-{self.step}"
+        return f"{self.role}-{self.fault}-{self.step}" + (f"-{self.plant}" if self.plant != "direct" else "")
 
     @property
     def point(self) -> str:
@@ -110,18 +157,25 @@ class Cell:
 
 def table() -> list[Cell]:
     """All cells, by fault."""
-    inside = [
+    stepwise: tuple[tuple[Role, tuple[str, ...]], ...] = (
+        ("prefill", PREFILL_STEPS),
+        ("decode", DECODE_STEPS),
+        ("bridge", BRIDGE_STEPS),
+        ("reaper", ("reaper.visit",)),
+    )
+    faults: tuple[Fault, ...] = ("kill", "stop")
+    cells = [
         Cell(role, fault, step, inside=True)
-        for fault in ("kill", "stop")
-        for role, steps in (("prefill", PREFILL_STEPS), ("decode", DECODE_STEPS), ("bridge", BRIDGE_STEPS))
+        for fault in faults
+        for role, steps in stepwise
         for step in steps
         if (role, fault) != ("bridge", "stop")
     ]
-    inside += [Cell("reaper", fault, "reaper.visit", inside=True) for fault in ("kill", "stop")]
-    outside = [
+    cells += [
         Cell(role, fault, step, inside=False)
         for fault, roles in OUTSIDE.items()
         for role, steps in roles.items()
         for step in steps
     ]
-    return sorted(inside + outside, key=lambda cell: FAULTS.index(cell.fault))
+    cells += [Cell(role, fault, step, True, action=action) for role, fault, step, action in SOFT]
+    return sorted(cells, key=lambda cell: FAULTS.index(cell.fault)) + [Cell(*row, True, "tier") for row in TIER]

@@ -9,7 +9,7 @@ from typing import Final
 
 from pdq.core.lease import RecordKey
 from tests.faults.matrix.cells import Cell
-from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, WORKERS, Plant, until
+from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, Plant, until
 from tests.faults.matrix.proxy import Network
 from tests.faults.matrix.traffic import RAW, VOLLEY, Asked, Outcome, Producer, Tap, faults_of, over_http
 
@@ -81,16 +81,16 @@ class Trial:
         """The programs at which the step is watched: exactly one, if it is that one which shall be hurt."""
         pools = {"prefill": PREFILL, "decode": DECODE, "transport": DECODE, "finish": DECODE}
         where = self._cell.point.split(".")[0]
-        pool = pools.get(where, (where,))
+        pool = pools.get(where) or pools.get(self._cell.role) or (self._cell.role,)
         return (pool[self._turn % len(pool)],) if self._cell.role in ("prefill", "decode") else pool
 
     async def _volleys(self) -> list[Outcome]:
         """Requests until the step has been reached, and what came of all of them."""
         cell, plant = self._cell, self._plant
-        action = cell.fault if cell.inside else f"delay:{HELD_AT_STEP_MS}"
+        action = cell.action or (f"{cell.fault}*1" if cell.inside else f"delay:{HELD_AT_STEP_MS}*1")
         sizes = {name: plant.programs[name].log_size() for name in self._armed}
         for name in self._armed:
-            await plant.arm(name, f"{cell.point}={action}*1{cell.skip}")
+            await plant.arm(name, f"{cell.point}={action}{cell.skip}")
         outcomes: list[Outcome] = []
         for _ in range(VOLLEYS):
             if cell.point == "reaper.visit":  # it has work only when somebody has died
@@ -165,9 +165,8 @@ class Trial:
     async def _settle(self) -> None:
         """Nothing is held any more."""
         plant = self._plant
-        for name in WORKERS:
-            if name in self._armed:
-                await plant.arm(name, "")
+        for name in self._armed:
+            await plant.arm(name, "")
         since_ms, started = await plant.system.ledger.now_ms(), time.monotonic()
         left: list[str] = []
 
