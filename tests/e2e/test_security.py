@@ -18,8 +18,14 @@ import psutil
 import pytest
 
 from pdq.adapters.processes import Child, Server, free_port
+from pdq.connect import transports
 from pdq.core import names
+from pdq.core.errors import HandoffUnknown
+from pdq.core.handoff import State
+from pdq.core.settings import load
+from pdq.ports import ChunkPlan, HandoffRef, Record
 from tests.e2e.stack import SHORT_LEASES, Stack, running, wait_for
+from tests.kv import targets
 from tests.secured import NATS_ROLES, REDIS_ROLES, Secured, password, secured
 
 SECRETS = [password("nats", role) for role in NATS_ROLES] + [password("redis", role) for role in REDIS_ROLES]
@@ -42,8 +48,9 @@ def stack(servers: Secured, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A whole pdq as ``pdq up`` starts it by itself."""
-    with running(tmp_path_factory.mktemp("plain") / "state", "--engine", "sim", env=SHORT_LEASES) as found:
+    """A whole pdq as ``pdq up`` starts it by itself, which offers KV on every transport."""
+    environ = {**SHORT_LEASES, "PDQ_TRANSPORT_WRITE_THROUGH": "shm,redis", "PDQ_SIM_STEP_MS": "5"}
+    with running(tmp_path_factory.mktemp("plain") / "state", "--engine", "sim", env=environ) as found:
         yield found
 
 
@@ -229,7 +236,7 @@ def test_the_permissions_in_the_documentation_suffice_for_every_role(fleet: tupl
         assert answer.status_code == 200, answer.text
     late = httpx.post(
         f"{url}/v1/completions",
-        json={"model": "guarded", "prompt": "late", "max_tokens": 4000},
+        json={"model": "guarded", "prompt": "late", "max_tokens": 4000, "ignore_eos": True},
         headers={"x-request-timeout-ms": "1"},
         timeout=60,
     )
@@ -308,6 +315,41 @@ def test_nothing_listens_beyond_loopback(plain: Stack) -> None:
     assert len(ours) >= 5
     local = [line.split()[4] for line in ours]
     assert not [address for address in local if not re.match(r"127\.|\[::1\]|(0\.0\.0\.0|\*)%lo:", address)], local
+
+
+# --- KV ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_kv_of_a_running_request_opens_to_its_secret_only(plain: Stack) -> None:
+    body = {"model": "sim", "prompt": "keep this to yourself " * 20, "pdq": {"retain": "done"}}
+    body |= {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{plain.url}/v1/completions", json=body) as answer,
+        transports(load(plain.environ)) as opened,
+    ):
+        lines = answer.aiter_lines()  # kept: a stream whose reader is gone is closed
+        await anext(lines)
+
+        def decoding() -> Record | None:
+            return next((record for record in plain.live() if record.state is State.FETCHED), None)
+
+        record = await asyncio.to_thread(wait_for, decoding, "a request that decodes")
+        assert record.layout is not None
+        plan = ChunkPlan(tuple(record.layout.chunk_lengths(record.prompt_tokens)))
+        assert {locator.transport for locator in record.locators} == {"ucx", "shm", "redis"}
+        for locator in record.locators:
+            transport = opened[locator.transport]
+            buffers, into = targets(plan)
+            for secret in ("", record.secret[:-1], record.secret[::-1]):
+                with pytest.raises(HandoffUnknown):
+                    await transport.fetch(locator, HandoffRef(record.key, locator.epoch, secret), plan, into, 10)
+                assert not any(map(any, buffers)), locator
+            with pytest.raises(HandoffUnknown):
+                await transport.fetch(locator, HandoffRef(record.key, locator.epoch + 1, record.secret), plan, into, 10)
+            await transport.fetch(locator, HandoffRef(record.key, locator.epoch, record.secret), plan, into, 10)
+            assert any(map(any, buffers)), locator
+    await asyncio.to_thread(wait_for, lambda: not plain.live(), "no live record")
 
 
 # --- What clients cannot set ------------------------------------------------------------------------------------------
