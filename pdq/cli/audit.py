@@ -9,7 +9,6 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from pdq import connect
 from pdq.cli.find import DEFAULT_STATE_DIR, AsJson, StateDir, System, talk
 from pdq.cli.gather import audited
 from pdq.cli.human import seconds
@@ -63,11 +62,15 @@ def audit(
     """
 
     async def once(system: System, settings: Settings) -> Report:
-        async with connect.kv_stores(settings) as stores:
+        from pdq.connect import kv_stores
+
+        async with kv_stores(settings) as stores:
             return await report(system, stores, settings, reclaim)
 
     async def forever(system: System, settings: Settings) -> None:
-        async with connect.kv_stores(settings) as stores:
+        from pdq.connect import kv_stores
+
+        async with kv_stores(settings) as stores:
             before: set[tuple[str, str]] = set()
             while True:
                 now = await report(system, stores, settings, reclaim)

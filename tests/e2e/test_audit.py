@@ -207,7 +207,8 @@ def test_a_stopped_worker_is_named_with_what_it_holds_until_it_goes_on(slow: Sta
 def test_a_cancelled_request_ends_for_its_client_and_a_second_time_there_is_nothing_to_cancel(slow: Stack) -> None:
     seen: list[httpx.Response] = []
     body = {"model": "sim", "prompt": "c" * 40, "max_tokens": 500}
-    request = threading.Thread(target=lambda: seen.append(httpx.post(f"{slow.url}/v1/completions", json=body)))
+    url = f"{slow.url}/v1/completions"
+    request = threading.Thread(target=lambda: seen.append(httpx.post(url, json=body, timeout=60)))
     request.start()
     (record,) = wait_for(lambda: [it for it in slow.live() if it.state == "fetched"], "it is being decoded")
     done = cli(slow, "cancel", record.key.request_id, "--json")
