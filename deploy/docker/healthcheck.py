@@ -1,9 +1,8 @@
 """``healthcheck.py bridge|worker``: is the program in this container alive? Exit status 0 or 1, and why on stderr.
 
-A bridge answers over HTTP. A worker has no port: it says every few seconds in Redis that it lives, so it is looked up there,
-by this container's host name. ``--lenient`` is for liveness probes: a worker must not be killed because Redis cannot be
-asked, when it holds sequences that go on without Redis. Without it, "cannot be asked" is not healthy, as a readiness probe
-wants.
+A bridge answers over HTTP. A worker has no port: it says every few seconds in Redis that it lives, so it is looked up
+there, by this container's host name. ``--lenient`` is for liveness probes: a worker that holds sequences must not be killed
+because Redis cannot be asked. Without it, "cannot be asked" is not healthy, as a readiness probe wants.
 """
 
 import argparse
@@ -11,12 +10,13 @@ import asyncio
 import os
 import socket
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 TIMEOUT_S = 4.0
-REMEMBERED = Path("/tmp/pdq-worker")
+REMEMBERED = Path(tempfile.gettempdir()) / "pdq-worker"
 """This container's worker, once found: with many workers, looking through all of them again and again would be a load."""
 
 

@@ -48,6 +48,22 @@ pdq-{{ .name }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- .Values.credentials.existingSecret | default (ternary (printf "%s-credentials" (include "pdq.fullname" .)) "" (not (empty .Values.credentials.values))) -}}
 {{- end -}}
 
+{{/* The components that this release runs, as a list. */}}
+{{- define "pdq.components" -}}
+{{- $found := list "bridge" }}
+{{- range list "prefill" "decode" }}
+{{- if (index $.Values .).enabled }}
+{{- $found = append $found . }}
+{{- end }}
+{{- end }}
+{{- append $found "reaper" | toJson }}
+{{- end -}}
+
+{{/* A setting's value. Helm reads all numbers as floats, and would write 1048576 as 1.048576e+06. */}}
+{{- define "pdq.text" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- end -}}
+
 {{/* A model's name as one token of a NATS consumer name: pdq.core.names.token. */}}
 {{- define "pdq.token" -}}
 {{- . | urlquery | replace "+" "%20" | replace "." "%2E" | replace "~" "%7E" | replace "%" "=" -}}
@@ -105,7 +121,10 @@ volumes:
     emptyDir: {}
   {{- if and .model (eq .root.Values.engine "torch") }}
   - name: model
-    {{- required "engine torch needs model.volume: where the model's files are" .root.Values.model.volume | toYaml | nindent 4 }}
+    {{- if not .root.Values.model.volume }}
+    {{- fail "engine torch needs model.volume: where the model's files are" }}
+    {{- end }}
+    {{- toYaml .root.Values.model.volume | nindent 4 }}
   {{- end }}
   {{- with .root.Values.credentials.filesSecret }}
   - name: secrets
@@ -140,7 +159,7 @@ envFrom:
 
 {{- define "pdq.env" -}}
 {{- range $name, $value := .values.settings }}
-- {name: {{ $name }}, value: {{ $value | toString | quote }}}
+- {name: {{ $name }}, value: {{ include "pdq.text" $value | quote }}}
 {{- end }}
 {{- end -}}
 

