@@ -6,6 +6,7 @@ allocates every page first, so that a full file system is an error and not a SIG
 
 * Alive: the source keeps an ``flock`` on its segment. The kernel drops it however the source dies, so a sink that waits
   and gets the lock knows that nobody will ever write again, and ``sweep`` knows which segments nobody will ever unlink.
+* A tier (``write_through``, ``spill``): the segment outlives its source, for a time that its name tells to those who sweep.
 * Released: the name is gone and the header is wiped. A sink looks at the header once more after it has copied, so it never
   takes bytes of the segment's next user for its own.
 * Reused: first touch of memory is several times slower than a copy, so released segments go to a small bounded pool, and a
@@ -16,8 +17,8 @@ import asyncio
 import fcntl
 import hashlib
 import os
-import secrets
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ import xxhash
 from pdq import failpoints
 from pdq.adapters.buffers import INLINE_BYTES, copy, cut, fitting, fitting_all, off_loop
 from pdq.adapters.hosts import boot_id
-from pdq.adapters.shm_segments import segments, unlink_if_dead
+from pdq.adapters.shm_segments import fresh_path, segments, unlink_if_dead
 from pdq.core.errors import DigestMismatch, HandoffUnknown, PeerLost, TransferFailed
 from pdq.core.lease import RecordKey
 from pdq.core.names import SHM_PREFIX
@@ -112,6 +113,7 @@ class ShmTransport:
     def __init__(self, settings: TransportSettings, *, pool_bytes: int = POOL_BYTES) -> None:
         self._root = Path(settings.shm_dir)
         self._pool_bytes = pool_bytes
+        self._outlives_s = settings.tier_ttl_s if "shm" in (*settings.write_through, *settings.spill) else None
         self._pool: list[_Segment] = []
         self._held: dict[tuple[RecordKey, int], _Held] = {}
         self._mapped = _Mapped(self._root, pool_bytes)
@@ -124,8 +126,12 @@ class ShmTransport:
         await off_loop(self.sweep)
 
     async def close(self) -> None:
+        """As a tier, what was offered stays until its time is over."""
         for held in list(self._held.values()):
-            await self.release(held.ref)
+            if self._outlives_s is None:
+                await self.release(held.ref)
+            else:
+                await self._leave(held)
         while self._pool:
             self._pool.pop().close()
         self._mapped.close()
@@ -169,7 +175,7 @@ class ShmTransport:
         return self._prepare(fit, shape) if ready else await off_loop(self._prepare, fit, shape)
 
     def _prepare(self, segment: _Segment | None, shape: _Shape) -> _Segment:
-        path = self._root / (SHM_PREFIX + secrets.token_hex(16))
+        path = fresh_path(self._root, self._outlives_s)
         fd = segment.fd if segment is not None else _create(path)
         try:
             if segment is None or len(segment.memory) < shape.size:
@@ -199,10 +205,16 @@ class ShmTransport:
             if len(segment.memory) + sum(len(s.memory) for s in self._pool) > self._pool_bytes:
                 segment.close()
                 return
-            hidden = self._root / (SHM_PREFIX + secrets.token_hex(16))
+            hidden = fresh_path(self._root)
             segment.path.rename(hidden)
             segment.path = hidden
             self._pool.append(segment)
+
+    async def _leave(self, held: _Held) -> None:
+        held.released = True
+        async with held.writes:
+            if held.segment is not None:
+                os.close(held.segment.fd)
 
     def holding(self) -> Sequence[HandoffRef]:
         return [held.ref for held in self._held.values()]
@@ -250,12 +262,14 @@ class _File:
 
 
 class _Mapped:
-    """A sink's mappings by inode, least recently used first, ``limit`` bytes at most."""
+    """A sink's mappings by inode, least recently used first, ``limit`` bytes at most. Safe to open from threads."""
 
     def __init__(self, root: Path, limit: int) -> None:
         self._root = root
         self._limit = limit
         self._kept: dict[tuple[int, int], tuple[_File, mmap]] = {}
+        self._lock = threading.Lock()
+        """Segments are opened off the loop, several at a time."""
 
     def knows(self, name: str) -> bool:
         """Whether opening ``name`` needs no new mapping, so far as one can tell without opening it."""
@@ -276,11 +290,12 @@ class _Mapped:
         stat = os.fstat(file.fd)
         if stat.st_size < size:
             raise OSError(f"{stat.st_size} bytes long where {size} are needed")
-        self._forget_unlinked()
-        known = self._kept.pop((stat.st_dev, stat.st_ino), None)
-        if known is None or len(known[1]) < size:
-            known = file, mmap(file.fd, stat.st_size, flags=MAP_SHARED | MAP_POPULATE, prot=PROT_READ)
-        self._kept[stat.st_dev, stat.st_ino] = known
+        with self._lock:
+            self._forget_unlinked()
+            known = self._kept.pop((stat.st_dev, stat.st_ino), None)
+            if known is None or len(known[1]) < size:
+                known = file, mmap(file.fd, stat.st_size, flags=MAP_SHARED | MAP_POPULATE, prot=PROT_READ)
+            self._kept[stat.st_dev, stat.st_ino] = known
         return known
 
     def _forget_unlinked(self) -> None:

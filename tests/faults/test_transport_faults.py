@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from pdq.adapters.shm import _Mapped
 from pdq.adapters.ucx.context import context
 from pdq.core.errors import BufferAtRisk, HandoffUnknown, PeerLost
+from pdq.core.names import SHM_PREFIX
 from pdq.ports import ChunkPlan, KvTransport
 from tests.kv import SourceProcess, make, payload, ref, targets, until
 
@@ -212,3 +216,14 @@ async def test_a_port_that_nobody_listens_on_is_a_lost_peer_at_once(here: Here, 
     for _ in range(5):
         with pytest.raises(PeerLost):
             await asyncio.wait_for(here.transport.fetch(locator, ref("r"), SMALL, targets(SMALL)[1], 30), 3)
+
+
+def test_many_threads_may_open_segments_while_others_are_forgotten(tmp_path: Path) -> None:
+    names = [f"{SHM_PREFIX}{number}" for number in range(8)]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(4096))
+    mapped = _Mapped(tmp_path, limit=3 * 4096)
+    with ThreadPoolExecutor(8) as threads:
+        opened = list(threads.map(lambda n: len(mapped.open(names[n % 8], 4096)[1]), range(2000)))
+    assert opened == [4096] * 2000
+    mapped.close()
