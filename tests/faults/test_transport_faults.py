@@ -219,11 +219,11 @@ async def test_a_port_that_nobody_listens_on_is_a_lost_peer_at_once(here: Here, 
 
 
 def test_many_threads_may_open_segments_while_others_are_forgotten(tmp_path: Path) -> None:
-    names = [f"{SHM_PREFIX}{number}" for number in range(8)]
+    names = [f"{SHM_PREFIX}{number}" for number in range(64)]
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
-    mapped = _Mapped(tmp_path, limit=3 * 4096)
+    mapped = _Mapped(tmp_path, limit=48 * 4096)
     with ThreadPoolExecutor(8) as threads:
-        opened = list(threads.map(lambda n: len(mapped.open(names[n % 8], 4096)[1]), range(2000)))
+        opened = list(threads.map(lambda n: len(mapped.open(names[n % 64], 4096)[1]), range(2000)))
     assert opened == [4096] * 2000
     mapped.close()
