@@ -24,7 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from pdq.adapters.processes import Child, Server, nats_server, valkey_server
-from pdq.adapters.shm import ShmTransport
+from pdq.adapters.shm_segments import segments, unlink_if_dead
 from pdq.cli.find import ENV_FILE, WRITTEN
 from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import bridge_command, worker_command
@@ -206,7 +206,8 @@ class Stack:
         for server in reversed(self._servers):
             await server.stop()
         hurrying.cancel()
-        ShmTransport(load(self._environ).transport).sweep()  # of workers that had to be killed
+        for segment in segments(Path(load(self._environ).transport.shm_dir)):
+            unlink_if_dead(segment, early=True)  # of workers that had to be killed, and what they kept in the tier
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
         await hurry.wait()

@@ -72,7 +72,7 @@ def request(
         names.reply_subject(mint_worker_id("test")),
         sampling=sampling,
         policy=policy or PolicyWish(),
-        **given,  # type: ignore[arg-type]
+        **given,
     )
     return stack.inside.ask(lambda system: _request(system, job, at or {}, answers), PATIENCE_S + 10)
 
