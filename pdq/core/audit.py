@@ -44,7 +44,7 @@ class KvObject(Struct, frozen=True):
     ttl_ms: int | None = None
     """When they vanish by themselves; None: never."""
     alive: bool = False
-    """A living process vouches for them and will clear them away."""
+    """A living process vouches for them and will clear them away; or they are meant to outlive theirs, for now."""
 
 
 class RecordSeen(Struct, frozen=True):
