@@ -127,7 +127,9 @@ class Offers:
         return digest, tuple(locators)
 
     def keep(self, held: Held) -> None:
-        """The attempt's computation is over; from now on only its KV is held."""
+        """The attempt's computation is over; from now on only its KV is held. What is left of an earlier attempt goes: its
+        lease is gone, whether this worker has noticed or not."""
+        self.end(held.ref.key.request_id)
         self._held[held.ref.key.request_id] = held
         self._keepalive.hold(held.hold, self._on_lost)
 
@@ -154,10 +156,10 @@ class Offers:
             ref, tiers, _ = kept
             self._background(held, self._release(ref, tiers))
 
-    def moved(self, held: Held, tier: KvTransport) -> None:
-        """All of it lies in ``tier`` now, and the record says so."""
+    def moved(self, held: Held, tier: KvTransport | None) -> None:
+        """All of it was copied to ``tier``, or lay in one already, and the record says so."""
         self.let_go(held.ref.key.request_id, held.ref.epoch)
-        self._remember(held.ref, [tier])
+        self._remember(held.ref, [tier] if tier else [])
 
     def _remember(self, ref: HandoffRef, tiers: Sequence[KvTransport]) -> None:
         now = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from pdq.core.errors import LedgerRefusal, PdqError
+from pdq.core.errors import PdqError
 from pdq.core.handoff import Side, State
 from pdq.core.settings import TransportSettings
 from pdq.ports import Changes, KvTransport, Locator, Queue
@@ -70,22 +70,22 @@ class Spill:
         return None
 
     async def _move(self, held: Held) -> None:
-        ref, ledger = held.ref, self._parts.ledger
-        tier = self._tiers[0]
+        ref, ledger, tier = held.ref, self._parts.ledger, self._tiers[0]
+        copies = tuple(locator for locator in held.locators if locator.outlives)
+        copied = not copies
         try:
-            async with held.reading:
-                copies = tuple(locator for locator in held.locators if locator.outlives)
-                if not copies:
+            if copied:
+                async with held.reading:
                     copies = (await self._copy(held, tier),)
             await ledger.update(ref.key, Side.SOURCE, ref.epoch, Changes(locators=copies))
             await ledger.release(ref.key, Side.SOURCE, ref.epoch)
-        except LedgerRefusal:
-            await tier.release(ref)  # fetched or over meanwhile
-        except PdqError as error:
-            log.warning("the KV of %s cannot be moved to %s: %s", ref.key.request_id, tier.name, error)
+        except PdqError as error:  # most likely it was fetched meanwhile, or the request is over
+            log.info("the KV of %s is not moved to %s: %s", ref.key.request_id, tier.name, error)
+            if copied:
+                await tier.release(ref)
         else:
             log.info("the KV of %s lies in %s now", ref.key.request_id, copies[0].transport)
-            self._offers.moved(held, tier)
+            self._offers.moved(held, tier if copied else None)
 
     @staticmethod
     async def _copy(held: Held, tier: KvTransport) -> Locator:
