@@ -15,6 +15,7 @@ from pdq.cli import (
     publish,
     schemas,
     settings,
+    simulate,
     states,
     status,
     trace,
@@ -51,6 +52,7 @@ app.command()(settings.settings)
 app.command()(failpoints.failpoints)
 app.command()(schemas.schemas)
 app.command()(states.states)
+app.command()(simulate.simulate)
 
 
 def exit_status(error: errors.PdqError) -> int:

@@ -198,11 +198,11 @@ class BridgeSettings(Struct, frozen=True):
 class AdmissionSettings(Struct, frozen=True):
     """What may be accepted, per model. See ``pdq.core.admission``."""
 
-    interactive_queued_tokens: Positive = 262_144
+    interactive_queued_tokens: Positive = 1_048_576
     """Prompt tokens that may wait for prefill, class interactive."""
     interactive_queued_requests: Positive = 2_048
     """Requests that may wait for prefill, class interactive."""
-    batch_queued_tokens: Positive = 1_048_576
+    batch_queued_tokens: Positive = 4_194_304
     """Prompt tokens that may wait for prefill, class batch."""
     batch_queued_requests: Positive = 16_384
     """Requests that may wait for prefill, class batch."""
@@ -210,7 +210,7 @@ class AdmissionSettings(Struct, frozen=True):
     """Batch is refused from this share of decode memory and handoffs on, so that interactive requests find the rest."""
     batch_turn: Annotated[int, Meta(ge=2)] = 8
     """While both classes wait, every so many-th pull takes batch first: it gives way, but does not starve."""
-    decode_overcommit: Annotated[float, Meta(gt=0, le=100)] = 1.5
+    decode_overcommit: Annotated[float, Meta(gt=0, le=100)] = 4.0
     """Tokens that may be reserved by everything accepted, as a multiple of the decode pool's KV capacity."""
     handoffs_per_prefill_worker: Positive = 16
     """Prompts that one prefill worker may hold computed and not yet fetched; at that many it does not pull."""
@@ -247,9 +247,9 @@ class ScalingSettings(Struct, frozen=True):
     """How long a prompt may wait for a prefill worker."""
     prefill_wait_activation_s: Seconds = 1.0
     """From this estimated wait on, prefill grows."""
-    prefill_utilization_target: Share = 0.65
+    prefill_utilization_target: Share = 0.55
     """Of the time, what a prefill worker computes."""
-    prefill_utilization_activation: Share = 0.85
+    prefill_utilization_activation: Share = 0.75
     """From this utilization on, prefill grows even if nothing waits."""
     decode_sequences_target: Positive = 32
     """Sequences in one decode worker: what the inter-token time allows."""
