@@ -333,7 +333,7 @@ async def test_junk_in_a_head_in_the_tier_harms_nobody(valkey: Server) -> None:
 @pytest.mark.parametrize("damage", ["too short", "another number of chunks"])
 async def test_a_segment_that_cannot_be_the_handoffs_is_refused(tmp_path: Path, damage: str) -> None:
     plan = ChunkPlan((10_000,))
-    source_side, sink = (ShmTransport(TransportSettings(), root=tmp_path) for _ in range(2))
+    source_side, sink = (ShmTransport(TransportSettings(shm_dir=str(tmp_path))) for _ in range(2))
     locator = await source_side.offer(ref("limits"), plan, 0, [payload(1, 0, 10_000)])
     assert await fetched(sink, locator, plan) == [payload(1, 0, 10_000)]
     path = tmp_path / locator.address["segment"]
