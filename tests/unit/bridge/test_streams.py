@@ -12,11 +12,12 @@ from pdq.adapters.memory.bus import MemoryBus
 from pdq.adapters.memory.ledger import MemoryLedger
 from pdq.bridge.metrics import Metrics
 from pdq.bridge.requests import InFlight
+from pdq.core import names
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
-from pdq.core.messages import End, Failure, PrefillJob, Resend, TokenEntry
+from pdq.core.messages import Control, End, Failure, PrefillJob, Resend, TokenEntry
 from pdq.ports import Changes, NewRecord, Record
-from tests.unit.bridge.harness import ANSWER, MESSAGES, MODEL, Rig, Sender, rig, settings, speak, until
+from tests.unit.bridge.harness import ANSWER, MESSAGES, MODEL, WORKER, Rig, Sender, rig, settings, speak, until
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": MESSAGES}
@@ -143,7 +144,7 @@ async def test_a_failure_after_the_first_token_is_an_error_event_that_clients_ra
     async with rig(break_off) as world:
         stream = await world.openai().chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         seen = ""
-        with pytest.raises(APIError, match="its worker died"):  # noqa: PT012
+        with pytest.raises(APIError, match="its worker died"):
             async for chunk in stream:
                 seen += chunk.choices[0].delta.content or ""
         assert seen == "abc"
@@ -199,6 +200,26 @@ async def test_a_gap_is_asked_for_again_and_the_text_is_whole() -> None:
     async with rig(lossy) as world, world.http() as client:
         answer = await client.post(CHAT, json=BODY)
     assert answer.json()["choices"][0]["message"]["content"] == "abcdef"
+
+
+async def test_a_gap_that_no_answer_fills_does_not_keep_a_stream_open_for_ever() -> None:
+    answers: set[asyncio.Task[None]] = set()
+
+    async def forgetful(world: Rig, _: PrefillJob, sender: Sender) -> None:
+        def answer(message: Control) -> None:
+            if isinstance(message, Resend):
+                answers.add(asyncio.create_task(sender.send(sender.entry(1, "b", end=sender.done(2)))))
+
+        await world.bus.on_control(names.worker_subject(WORKER), answer)
+        await sender.begin()
+        await sender.send(sender.entry(1, "b"))
+        await sender.finish("stop", 2)
+
+    async with rig(forgetful, config=SHORT_SILENCE) as world, world.http() as client:
+        answer = await client.post(CHAT, json=BODY)
+    assert answers
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "stream_lost"
 
 
 async def test_repeated_and_reordered_entries_are_delivered_once_in_order() -> None:
