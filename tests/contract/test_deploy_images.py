@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from pdq.adapters.processes import Child, Server, free_port, valkey_server
 from pdq.bridge.server import CLOSE_S
+from pdq.core import names
 from pdq.runtime import DRAIN_DEADLINE_S
 from tests.contract.chart import CASES, Rendered, container
 from tests.contract.deployed import DEPLOY, SETTINGS, parse, unknown_settings
@@ -55,6 +56,24 @@ def inherited(stage: str, wanted: str) -> str | None:
             return matching[-1]
         stage = origin
     return None
+
+
+# --- All files --------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_that_is_named_anywhere_exists() -> None:
+    streams = {names.PREFILL_STREAM, names.DECODE_STREAM, names.LOCAL_STREAM, names.DEAD_STREAM}
+    for file in (path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        found = set(re.findall(r"\bPDQ_[A-Z0-9_]+[A-Z0-9]\b", file.read_text())) - streams
+        assert not unknown_settings(found), file
+
+
+def test_the_guide_links_to_files_and_shows_commands_that_exist() -> None:
+    guide = DEPLOY / "README.md"
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", guide.read_text()):
+        assert (DEPLOY / link).exists(), link
+    shown = set(re.findall(r"--target (\S+)|for role in ([^;]+);", guide.read_text()))
+    assert {role for _, roles in shown for role in roles.split()} == ROLES
 
 
 # --- Images -----------------------------------------------------------------------------------------------------------
@@ -118,12 +137,6 @@ def test_everything_that_is_copied_exists_and_is_let_through_to_the_builder() ->
     for source in (path for paths in copied for path in paths):
         assert (ROOT / source).exists(), source
         assert source in let_through
-
-
-def test_settings_in_the_dockerfile_exist() -> None:
-    found = re.findall(r"\b(PDQ_[A-Z_]+)=", DOCKERFILE.read_text())
-    assert found
-    assert not unknown_settings(found)
 
 
 # --- Compose ----------------------------------------------------------------------------------------------------------

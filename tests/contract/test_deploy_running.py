@@ -97,13 +97,25 @@ def test_metrics_of_others_are_asked_for_in_a_group_that_says_so() -> None:
         assert "pdq_" not in rule["expr"]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)"
+)
+
+
+@needs_promtool
 def test_promtool_accepts_the_rules_and_the_queries_of_dashboard_and_keda(tmp_path: Path) -> None:
     queries = [target["expr"].replace("$model", "m") for panel in PANELS for target in panel["targets"]] + KEDA
     as_rules = [{"record": f"query:number{at}", "expr": query} for at, query in enumerate(queries)]
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": as_rules}]}))
     done = subprocess.run(["promtool", "check", "rules", RULES, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    tests = RULES.with_name("rules.test.yaml")
+    done = subprocess.run(["promtool", "test", "rules", tests], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
