@@ -327,6 +327,9 @@ class HandoffLedger(Protocol):
 
     async def now_ms(self) -> int: ...
 
+    async def salt(self) -> str:
+        """A random text that is made once for this ledger, and the same for everybody who may read the ledger."""
+
 
 # --- Workers ----------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ def mint_request_id(unix_ms: int) -> str:
 def derive_request_id(unix_ms: int, *identity: str) -> str:
     """The UUIDv7 of a job that its producer published without an id.
 
-    It is a function of the message's place in its stream (``identity``: stream name and sequence), so every
-    redelivery of one message maps to one record, and no producer can choose an id.
+    It is a function of the message's place in its stream (``identity``: the ledger's salt, queue, model, sequence), so
+    every redelivery of one message maps to one record, and no producer can choose an id, or guess another's.
     """
     digest = hashlib.sha256("\x00".join(identity).encode()).digest()
     return _uuid7(unix_ms, int.from_bytes(digest[:10], "big") & ((1 << 74) - 1))

@@ -95,6 +95,7 @@ CANCEL_SUBJECT: Final = "pdq.control.cancel"
 
 MODELS_KEY: Final = "pdq:models"
 WORKERS_KEY: Final = "pdq:workers"
+SALT_KEY: Final = "pdq:salt"
 
 
 def record_key(model: str, request_id: str) -> str:

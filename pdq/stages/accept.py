@@ -32,6 +32,7 @@ class Accept:
     def __init__(self, parts: Parts, mode: Literal["disaggregated", "aggregated"] = "disaggregated") -> None:
         self._parts = parts
         self._mode = mode
+        self._salt = ""
 
     async def job(self, delivery: Delivery, queue: Queue) -> tuple[PrefillJob, RecordKey]:
         """The complete job, with a record behind it.
@@ -66,7 +67,8 @@ class Accept:
         tokens = await self._tokens(job)
         settings = self._parts.settings
         max_new = self._max_new_tokens(len(tokens), job.sampling.max_tokens)
-        identity = (queue.value, job.model, str(delivery.sequence))
+        self._salt = self._salt or await self._parts.ledger.salt()
+        identity = (self._salt, queue.value, job.model, str(delivery.sequence))
         request_id = derive_request_id(delivery.published_ms, *identity)
         key = RecordKey(job.model, request_id)
         waited_ms = max(0, await self._parts.ledger.now_ms() - delivery.published_ms)

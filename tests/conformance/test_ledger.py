@@ -258,3 +258,9 @@ async def test_past_the_deadline_only_an_end_is_allowed(world: World) -> None:
     assert (await world.ledger.apply(other.key, Event.FINISH, epoch=other.source)).state is State.DONE
     assert (await world.ledger.apply(story.key, Event.EXPIRE)).state is State.EXPIRED
     assert (await world.ledger.apply(queued.key, Event.CANCEL)).state is State.CANCELLED
+
+
+async def test_the_salt_is_random_and_the_same_for_everybody(world: World) -> None:
+    salt = await world.ledger.salt()
+    assert len(salt) >= 16
+    assert await world.ledger.salt() == salt

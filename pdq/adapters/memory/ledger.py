@@ -27,6 +27,7 @@ from pdq.core.handoff import (
     State,
     releases_on,
 )
+from pdq.core.ids import mint_secret
 from pdq.core.lease import Hold, Lease, RecordKey
 from pdq.core.refusals import refusal
 from pdq.core.settings import LeaseSettings
@@ -51,6 +52,7 @@ class MemoryLedger:
         self._logs: dict[RecordKey, deque[LogEntry]] = {}
         self._ended: deque[tuple[int, RecordKey]] = deque()
         self._models: set[str] = set()
+        self._salt = mint_secret()
 
     async def close(self) -> None:
         self._records.clear()
@@ -255,6 +257,9 @@ class MemoryLedger:
 
     async def now_ms(self) -> int:
         return self._tick()
+
+    async def salt(self) -> str:
+        return self._salt
 
     def _live(self, model: str) -> list[Record]:
         return [r for key, r in self._records.items() if key.model == model and not r.state.terminal]

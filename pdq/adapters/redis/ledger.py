@@ -17,6 +17,7 @@ from pdq.adapters.redis.link import Link, Script, client_for, literally, source
 from pdq.core import names
 from pdq.core.audit import Books
 from pdq.core.handoff import KV_FIELDS, RESTS_ON, RULES, Event, Retain, Side, State, predecessors, releases_on
+from pdq.core.ids import mint_secret
 from pdq.core.lease import Hold, RecordKey
 from pdq.core.refusals import refusal
 from pdq.core.settings import LeaseSettings, RedisSettings
@@ -226,6 +227,11 @@ class RedisLedger:
 
     async def now_ms(self) -> int:
         return int(await self._link.run(self._now, ()))
+
+    async def salt(self) -> str:
+        await self._link.call("SET", names.SALT_KEY, mint_secret(), "NX")
+        stored: bytes = await self._link.call("GET", names.SALT_KEY)
+        return stored.decode()
 
 
 def _executable(event: Event, ended_ttl_ms: int) -> dict[str, Any]:
