@@ -240,14 +240,12 @@ class MemoryLedger:
         return sorted(self._live(model), key=_expiry)
 
     async def load(self, model: str) -> Load:
-        requests, prompt_tokens, reserved_tokens = (dict.fromkeys(State, 0) for _ in range(3))
+        requests, prompt_tokens, reserved_tokens = (dict.fromkeys(LIVE, 0) for _ in range(3))
         for record in self._live(model):
             requests[record.state] += 1
             prompt_tokens[record.state] += record.prompt_tokens
             reserved_tokens[record.state] += record.prompt_tokens + record.max_new_tokens
-        return Load(
-            *({s: n for s, n in each.items() if s in LIVE} for each in (requests, prompt_tokens, reserved_tokens))
-        )
+        return Load(requests, prompt_tokens, reserved_tokens)
 
     async def books(self, model: str, *, mend: bool = False) -> Books:
         return Books()  # nothing is kept beside the records
