@@ -147,7 +147,7 @@ async def hit(name: str, request_id: str = "") -> Left | None:
     """
     for fault in armed.get(name, ()):
         if fault.happens(request_id):
-            log.warning("failpoint %s: %s %s", name, fault.action, fault.argument)
+            log.warning("failpoint %s: %s %s at %s", name, fault.action, fault.argument, request_id or "no request")
             match fault.action:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)

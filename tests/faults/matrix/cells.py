@@ -10,8 +10,15 @@ from typing import Final, Literal
 
 Role = Literal["prefill", "decode", "bridge", "reaper", "nats", "valkey"]
 Fault = Literal["kill", "stop", "restart", "cut", "slow", "error", "drop", "corrupt"]
-PLANTS: Final[Mapping[str, Mapping[str, str]]] = {"direct": {}, "tier": {"PDQ_TRANSPORT_WRITE_THROUGH": "redis"}}
-"""Kinds of plants: KV from worker to worker only, or with a copy in the Redis tier."""
+PLANTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "direct": {},
+    # What a dead writer left in the tier ends by its TTL, and by nothing else.
+    "tier": {"PDQ_TRANSPORT_WRITE_THROUGH": "redis", "PDQ_TRANSPORT_TIER_TTL_S": "8"},
+    "overlap": {"PDQ_HANDOFF_ORDER": "on_start"},
+    "whole": {"PDQ_HANDOFF_MODE": "auto", "PDQ_HANDOFF_AUTO_LOCAL_TOKENS": "30000"},
+}
+"""Kinds of plants: KV from worker to worker, late; with a copy in the Redis tier; fetched while it is computed; and
+requests over HTTP served whole by one worker."""
 FAULTS: Final[tuple[Fault, ...]] = ("kill", "stop", "restart", "cut", "slow", "error", "drop", "corrupt")
 
 PREFILL_STEPS: Final = (
@@ -111,13 +118,18 @@ SOFT: Final[tuple[tuple[Role, Fault, str, str], ...]] = (
     ("bridge", "error", "queue.published", "error*1"),
 )
 """Failures that a process meets instead of dying: what is armed, after the step."""
-TIER: Final[tuple[tuple[Role, Fault, str], ...]] = (
-    ("prefill", "kill", "prefill.after_ready"),
-    ("prefill", "kill", "prefill.after_announce"),
-    ("prefill", "stop", "prefill.after_announce"),
-    ("decode", "kill", "transport.chunk+1"),
-    ("decode", "kill", "decode.step+12"),
-    ("decode", "stop", "decode.before_fetched"),
+OTHER_PLANTS: Final[tuple[tuple[str, Role, Fault, tuple[str, ...]], ...]] = (
+    ("tier", "prefill", "kill", ("prefill.after_ready", "prefill.after_announce")),
+    ("tier", "prefill", "stop", ("prefill.after_announce",)),
+    ("tier", "decode", "kill", ("transport.chunk+1", "decode.step+12")),
+    ("tier", "decode", "stop", ("decode.before_fetched",)),
+    ("overlap", "prefill", "kill", ("prefill.begun", "prefill.chunk+2", "prefill.before_ready", "prefill.after_ready")),
+    ("overlap", "prefill", "stop", ("prefill.chunk+2",)),
+    ("overlap", "decode", "kill", ("decode.claimed", "transport.chunk+1", "decode.landed", "decode.joined")),
+    ("overlap", "decode", "stop", ("transport.chunk+1",)),
+    ("whole", "decode", "kill", ("local.delivered", "local.before_adopt", "local.after_adopt", "decode.step+12")),
+    ("whole", "decode", "kill", ("finish.after", "local.before_ack")),
+    ("whole", "decode", "stop", ("local.before_adopt", "local.after_adopt", "decode.step+12")),
 )
 
 
@@ -178,4 +190,9 @@ def table() -> list[Cell]:
         for step in steps
     ]
     cells += [Cell(role, fault, step, True, action=action) for role, fault, step, action in SOFT]
-    return sorted(cells, key=lambda cell: FAULTS.index(cell.fault)) + [Cell(*row, True, "tier") for row in TIER]
+    cells.sort(key=lambda cell: FAULTS.index(cell.fault))
+    return cells + [
+        Cell(role, fault, step, inside=True, plant=plant)
+        for plant, role, fault, steps in OTHER_PLANTS
+        for step in steps
+    ]

@@ -1,4 +1,4 @@
-"""The plants that the matrix works on, one per kind and test session, and the table that is printed at the end."""
+"""The plants that the matrix works on, one at a time, and the table that is printed at the end."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Rig:
 
 @pytest.fixture(scope="session")
 def rigs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Rig]]:
-    """The rig of each kind of plant, started when it is first asked for."""
+    """The rig of a kind of plant; the one before it is stopped when another kind is asked for."""
     report = tmp_path_factory.mktemp("matrix") / "matrix.md"
     running: dict[str, Rig] = {}
     rows: list[Row] = []
@@ -43,6 +43,8 @@ def rigs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
         def rig(kind: str) -> Rig:
             if kind not in running:
+                stack.close()
+                running.clear()
                 directory = tmp_path_factory.mktemp(kind)
                 running[kind] = stack.enter_context(_running(directory, kind, rows, report))
             return running[kind]

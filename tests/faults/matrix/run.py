@@ -33,6 +33,9 @@ class Row:
     cell: Cell
     ends: dict[str, int] = field(default_factory=dict)
     attempts: int = 0
+    hurt: str = ""
+    """The request that was at the step, if one was."""
+    attempts_of_hurt: int = 0
     seconds: float = 0.0
     settled_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -79,10 +82,10 @@ class Trial:
     @property
     def _armed(self) -> tuple[str, ...]:
         """The programs at which the step is watched: exactly one, if it is that one which shall be hurt."""
-        pools = {"prefill": PREFILL, "decode": DECODE, "transport": DECODE, "finish": DECODE}
-        where = self._cell.point.split(".")[0]
-        pool = pools.get(where) or pools.get(self._cell.role) or (self._cell.role,)
-        return (pool[self._turn % len(pool)],) if self._cell.role in ("prefill", "decode") else pool
+        pools = {"prefill": PREFILL, "decode": DECODE, "finish": DECODE}
+        if pool := pools.get(self._cell.role):
+            return (pool[self._turn % len(pool)],)
+        return pools.get(self._cell.point.split(".")[0]) or (self._cell.role,)
 
     async def _volleys(self) -> list[Outcome]:
         """Requests until the step has been reached, and what came of all of them."""
@@ -94,6 +97,7 @@ class Trial:
         outcomes: list[Outcome] = []
         for _ in range(VOLLEYS):
             if cell.point == "reaper.visit":  # it has work only when somebody has died
+                await plant.whole()
                 await plant.arm(DECODE[self._turn % 2], "decode.step=kill+12")
             volley = asyncio.ensure_future(self._volley())
             while not volley.done():
@@ -115,8 +119,14 @@ class Trial:
         return list(await asyncio.gather(*asked, Producer(self._plant.system, RAW).run()))
 
     def _hit(self, sizes: Mapping[str, int]) -> str:
+        """The program that has reached the step."""
         said = f"failpoint {self._cell.point}:"
-        return next((name for name, size in sizes.items() if said in self._plant.programs[name].log_since(size)), "")
+        for name, size in sizes.items():
+            lines = self._plant.programs[name].log_since(size).splitlines()
+            if line := next((it for it in lines if said in it), ""):
+                self.row.hurt = line.rpartition(" at ")[2]
+                return name
+        return ""
 
     async def _hurt(self, hit: str) -> None:
         """The fault, from when its step is reached until it is over."""
@@ -209,3 +219,5 @@ class Trial:
             self.row.wrong.append(f"{about} was told {outcome.how}, its record is {record.state}")
         if record is not None:
             self.row.attempts = max(self.row.attempts, record.attempt)
+            if outcome.request_id == self.row.hurt:
+                self.row.attempts_of_hurt = record.attempt

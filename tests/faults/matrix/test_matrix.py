@@ -24,4 +24,4 @@ def test_nothing_comes_of_a_fault(rigs: Callable[[str], Rig], cell: Cell) -> Non
     row = rig.try_cell(cell)
     assert not row.wrong, "\n".join([*row.wrong, rig.plant.logs()])
     if cell.plant == "tier" and cell.role == "prefill":
-        assert row.attempts == 1, "the tier has the KV: no prompt is computed twice"
+        assert row.attempts_of_hurt == 1, "the tier has its KV: it is not computed twice"
