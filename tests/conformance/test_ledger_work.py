@@ -70,10 +70,12 @@ async def test_every_field_of_changes_is_written_and_read_back(world: World) -> 
     values = {
         "fingerprint": "f",
         "layout": LAYOUT,
-        "locators": (Locator("ucx", {"a": "ü"}, 3), Locator("redis", {})),
+        "locators": (Locator("ucx", {"a": "ü"}, 3), Locator("redis", {}, outlives=True)),
         "digest": "d",
         "first_token": 0,
         "emitted": 4,
+        "streaming": True,
+        "streams_lost": 2,
         "prompt_tokens": 100,
         "max_new_tokens": 50,
         "ended_code": "x",

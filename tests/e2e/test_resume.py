@@ -1,14 +1,23 @@
 """The death of a decode worker in the middle of a stream, seen from outside: nothing of it can be seen in the output."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from pdq.core.messages import Failpoints, PolicyWish, Sampling
+from pdq.core import names
+from pdq.core.messages import Drain, Failpoints, PolicyWish, Sampling
 from tests.e2e.requester import Stream, kill_the_sender, request, tell
 from tests.e2e.stack import SHORT_LEASES, Stack, running, wait_for
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "Once upon a time, in a system with two pools, " * 8
 TOKENS = 40
 DIES_AT = 12
@@ -135,9 +144,6 @@ def test_a_worker_that_leaves_hands_its_streams_over(two_sinks: Stack, policy: P
     requester that answers nothing loses nothing."""
 
     async def hurry(system: Any, stream: Stream) -> None:
-        from pdq.core import names
-        from pdq.core.messages import Drain
-
         for _ in range(2):
             await system.bus.control(names.worker_subject(stream.workers[-1]), Drain())
 
@@ -154,8 +160,6 @@ def test_a_death_between_the_record_and_the_job_of_the_next_prefill(two_sinks: S
     undisturbed = request(two_sinks, PROMPT, sampling())
 
     async def kill_and_plan(system: Any, stream: Stream) -> None:
-        from pdq.core import names
-
         for worker in await system.registry.workers():
             if worker.pool == "decode" and worker.worker != stream.workers[-1]:
                 fault = Failpoints("recovery.after_requeue=kill*1")
@@ -175,3 +179,54 @@ def test_an_end_that_was_lost_is_sent_by_the_next_worker(two_sinks: Stack) -> No
     stream = request(two_sinks, PROMPT, sampling(max_tokens=20), KEPT)
     assert stream.tokens == undisturbed.tokens[:20]
     assert ended_once(stream)
+
+
+def when_one_decodes(stack: Stack) -> int:
+    """The process that decodes the one live request, once it does; else 0."""
+    pids = {worker.worker: worker.pid for worker in stack.workers()}
+    return next((pids[it.sink.worker] for it in stack.live() if it.state == "fetched" and it.sink), 0)
+
+
+def test_a_program_of_25_lines_survives_the_death_of_its_worker(two_sinks: Stack) -> None:
+    program = [sys.executable, str(EXAMPLES / "nats_producer.py"), two_sinks.model, PROMPT]
+    environ = {**os.environ, "PDQ_NATS_URL": two_sinks.environ["PDQ_NATS_URL"]}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as child:
+        os.kill(wait_for(lambda: when_one_decodes(two_sinks), "a decode worker is at it"), signal.SIGKILL)
+        out, err = child.communicate(timeout=90)
+    assert child.returncode == 0, err
+    assert len(out.removesuffix("\n")) == 64  # all its tokens, one byte each
+
+
+def test_an_http_stream_goes_on_with_the_same_bytes(two_sinks: Stack) -> None:
+    body = {"model": two_sinks.model, "prompt": PROMPT, "max_tokens": TOKENS, "seed": 9}
+    body |= {"stream": True, "pdq": {"retain": "done"}}
+
+    def answer(kill_at: int) -> tuple[str, list[str]]:
+        text, ends = "", []
+        with httpx.stream("POST", f"{two_sinks.url}/v1/completions", json=body, timeout=90) as lines:
+            for line in lines.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    text += choice["text"]
+                    ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+                    if len(text) == kill_at:
+                        os.kill(when_one_decodes(two_sinks), signal.SIGKILL)
+                elif line:
+                    ends.append(line)
+        return text, ends
+
+    undisturbed = answer(0)
+    assert undisturbed[1] == ["length", "data: [DONE]"]
+    assert answer(DIES_AT) == undisturbed
+
+
+def test_aggregated_workers_resume_as_well(tmp_path: Path) -> None:
+    env = {**SHORT_LEASES, "PDQ_SIM_STEP_MS": "60"}
+    options = ("--engine", "sim", "--mode", "aggregated", "--prefill", "0", "--decode", "2")
+    with running(tmp_path / "state", *options, env=env) as stack:
+        wait_for(lambda: len(stack.workers()) == 2, "both workers")
+        undisturbed = request(stack, PROMPT, sampling())
+        stream = request(stack, PROMPT, sampling(), at={DIES_AT: kill_the_sender})
+        assert stream.whole == undisturbed.whole
+        assert ended_once(stream)
+        assert len(set(stream.workers)) == 2
