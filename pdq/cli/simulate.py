@@ -16,7 +16,7 @@ from pdq.core import settings
 from pdq.core.errors import InvalidSettings
 from pdq.simulate.compare import Outcome, Terms, compare
 from pdq.simulate.profile import PROFILES
-from pdq.simulate.traces import copies, read
+from pdq.simulate.traces import copies, read, swing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Report(Struct, frozen=True):
     trace: str
     copies: int
+    swing: float
     profile: str
     gpus_per_worker: int
     terms: Terms
@@ -39,6 +40,10 @@ def simulate(
         str, typer.Option("--profile", help=f"Which worker to pretend: {', '.join(PROFILES)}.")
     ] = "opt-13b-1gpu",
     count: Annotated[int, typer.Option("--copies", min=1, help="Lay the trace over itself so many times.")] = 1,
+    lowest: Annotated[
+        float,
+        typer.Option("--swing", min=0.01, max=1, help="Thin it out in a wave, from this share of its load to all."),
+    ] = 1,
     ttft_ms: Annotated[float, typer.Option("--ttft-ms", min=1, help="Limit of the time to first token.")] = 1_000,
     itl_ms: Annotated[float, typer.Option("--itl-ms", min=1, help="Limit of the mean time between tokens.")] = 100,
     startup_s: Annotated[float, typer.Option("--startup-s", min=0, help="How long a worker takes to start.")] = 30,
@@ -70,9 +75,11 @@ def simulate(
         queue_jobs=queue_jobs,
     )
     scaling = replace(configured.scaling, prefill_max=max_workers, decode_max=max_workers)
-    outcomes = compare(copies(read(trace), count), PROFILES[profile], configured.admission, scaling, terms)
+    outcomes = compare(
+        swing(copies(read(trace), count), lowest), PROFILES[profile], configured.admission, scaling, terms
+    )
     if as_json:
-        report = Report(trace.name, count, profile, PROFILES[profile].gpus, terms, outcomes)
+        report = Report(trace.name, count, lowest, profile, PROFILES[profile].gpus, terms, outcomes)
         typer.echo(msgspec.json.format(msgspec.json.encode(report)))
         return
     console().print(_table(outcomes, terms))

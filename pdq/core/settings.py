@@ -265,7 +265,7 @@ class ScalingSettings(Struct, frozen=True):
     """One decision multiplies or divides a pool by no more than this."""
     out_window_s: Delay = 5.0
     """Growth must have been called for by every observation of this long."""
-    in_window_s: Seconds = 120.0
+    in_window_s: Seconds = 300.0
     """A pool shrinks to the most that any observation of this long has called for."""
     out_cooldown_s: Delay = 10.0
     """Least time from one change of a pool to its next growth."""

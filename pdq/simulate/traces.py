@@ -5,6 +5,7 @@ GeneratedTokens``) and the JSON lines of Mooncake's (``timestamp`` in ms, ``inpu
 """
 
 import csv
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -77,3 +78,14 @@ def copies(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
     """The same trace ``count`` times over itself, each copy a little later: more load, the same shape over time."""
     offsets = [COPY_SPREAD_S * copy / count for copy in range(count)]
     return sorted(it._replace(at_s=it.at_s + offset) for it in arrivals for offset in offsets)
+
+
+def swing(arrivals: Sequence[Arrival], lowest: float) -> list[Arrival]:
+    """The trace thinned out so that its load goes from the share ``lowest`` up to all of it and back, in one wave."""
+    span_s, credit, kept = max(arrivals[-1].at_s, 1.0), 0.0, []
+    for it in arrivals:
+        credit += lowest + (1 - lowest) * (1 - math.cos(2 * math.pi * it.at_s / span_s)) / 2
+        if credit >= 1:
+            credit -= 1
+            kept.append(it)
+    return kept

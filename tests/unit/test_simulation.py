@@ -20,7 +20,7 @@ from pdq.simulate.compare import Terms, compare
 from pdq.simulate.fleet import Fleet, Scaler, hours
 from pdq.simulate.profile import PROFILES
 from pdq.simulate.scalers import Coupled, Fixed, Independent
-from pdq.simulate.traces import Arrival, copies, read
+from pdq.simulate.traces import Arrival, copies, read, swing
 from pdq.simulate.workers import DecodeWorker, Request
 
 DATA = Path(__file__).parents[1] / "data"
@@ -183,6 +183,13 @@ def test_copies_keep_the_shape_and_multiply_the_load() -> None:
     assert len(more) == 3 * len(once)
     assert sum(it.prompt_tokens for it in more) == 3 * sum(it.prompt_tokens for it in once)
     assert more[-1].at_s <= once[-1].at_s + 60
+
+
+def test_a_swing_thins_out_the_ends_and_keeps_the_middle() -> None:
+    thinned = swing([Arrival(float(at), 1, 1) for at in range(1_000)], 0.1)
+    parts = [sum(start <= it.at_s < start + 100 for it in thinned) for start in (0, 450, 900)]
+    assert parts[0] < 20 < 90 < parts[1] <= 100
+    assert parts[2] < 20
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", '{"x": 1}\n'])
