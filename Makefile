@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up lint unit faults model test schemas clean
+.PHONY: help demo up lint unit faults model soak test schemas clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ unit: $(READY) ## Tests that need no model
 
 faults: $(READY) ## The fault matrix: every part hurt at every step of a request's life (minutes)
 	$(BIN)/pytest -m faults
+
+soak: $(READY) ## Ten minutes of load while every part dies now and then (MINUTES=10)
+	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10)
 
 model: $(READY) ## Tests with the real default model (93 MB, fetched and converted once)
 	$(BIN)/pytest -m "model and not gpu and not perf"
