@@ -573,7 +573,8 @@ class DecodeSeat(Protocol):
         """Out of the batch at the next step boundary, blocks back to the pool. Idempotent."""
 
     def quarantine(self) -> None:
-        """Like ``leave``, but the blocks stay out of the pool: a late write may still land in them."""
+        """Like ``leave``, but the blocks stay out of the pool, until the worker is started anew: a late write may still
+        land in them, and a peer that was cut off can no longer say that none will."""
 
 
 class Step(Struct, frozen=True):

@@ -39,8 +39,13 @@ def offering(settings: TransportSettings) -> tuple[str, ...]:
     the tiers that are written through.
 
     Raises:
-        InvalidSettings: that leaves none.
+        InvalidSettings: that leaves none, or what shall be a tier is none.
     """
+    if strange := [name for name in (*settings.write_through, *settings.spill) if name not in COPYING]:
+        raise InvalidSettings(
+            f"{strange[0]} does not outlive its source: PDQ_TRANSPORT_WRITE_THROUGH and PDQ_TRANSPORT_SPILL take shm "
+            "and redis"
+        )
     free = (name for name in settings.order if name not in COPYING)
     chosen = tuple(dict.fromkeys((*settings.order[:1], *free, *settings.write_through)))
     if not chosen:
@@ -161,13 +166,16 @@ class Offers:
         self.let_go(held.ref.key.request_id, held.ref.epoch)
         self._remember(held.ref, [tier] if tier else [])
 
-    def _remember(self, ref: HandoffRef, tiers: Sequence[KvTransport]) -> None:
+    def prune(self) -> None:
+        """Copies whose TTL is over: nobody said that their requests have ended."""
         now = time.monotonic()
-        if tiers:
-            self._in_tiers[ref.key.request_id] = ref, tiers, now + self._tier_ttl_s
         while self._in_tiers and (first := next(iter(self._in_tiers.items())))[1][2] < now:
             del self._in_tiers[first[0]]
             self._background(None, self._release(*first[1][:2]))
+
+    def _remember(self, ref: HandoffRef, tiers: Sequence[KvTransport]) -> None:
+        if tiers:
+            self._in_tiers[ref.key.request_id] = ref, tiers, time.monotonic() + self._tier_ttl_s
 
     def _background(self, held: Held | None, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -207,7 +215,8 @@ class Offers:
             try:
                 await transport.release(ref)
             except PdqError as error:
-                # A tier that is away frees by its own TTL.
+                # A tier that is away frees by its own TTL. A peer that still reads blocks which are somebody else's now
+                # finds out by their hash.
                 log.warning("release of %s on %s: %s", ref.key.request_id, transport.name, error)
 
     def holdings(self) -> list[Holding]:

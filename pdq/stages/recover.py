@@ -102,13 +102,14 @@ class Recovery:
     # --- back to prefill ----------------------------------------------------------------------------------------------
 
     async def kv_lost(self, job: DecodeJob, record: Record, epoch: int, error: errors.PdqError) -> None:
-        """No locator served a ``ready`` record's KV: prefill again, if its policy says so.
+        """No locator served a ``ready`` record's KV: prefill again, if its policy says so. A stream that had begun is no
+        failed handoff: had nobody kept its KV, it would be resumed, too.
 
         Raises:
             HandoffRejected: the policy is to reject.
             StreamLost: tokens are out, and the policy is not to resume, or nobody knows which.
         """
-        if record.policy.on_handoff_failure == "reject":
+        if record.policy.on_handoff_failure == "reject" and not record.streaming:
             raise errors.HandoffRejected(str(error)) from error
         tokens = await self.sent(job, record)
         if tokens and record.policy.on_stream_failure == "fail":

@@ -35,9 +35,10 @@ class Spill:
         self._tiers = [parts.transports[name] for name in settings.spill]
 
     async def run(self) -> None:
-        """Make room while requests wait for it; forever."""
+        """Make room while requests wait for it, and look after what lies in tiers; forever."""
         while True:
             await asyncio.sleep(PERIOD_S)
+            self._offers.prune()
             try:
                 if self._tiers and (held := await self._in_the_way()):
                     await self._move(held)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdq.core.errors import AttemptsExhausted, LeaseHeld, RequestCancelled, StreamLost
+from pdq.core.errors import AttemptsExhausted, HandoffRejected, LeaseHeld, PeerLost, RequestCancelled, StreamLost
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
 from pdq.core.messages import DecodeJob, OutputAnswer, Policy, PrefillJob, Sampling, decode
@@ -163,3 +164,20 @@ async def test_an_output_that_goes_on_is_not_ended() -> None:
     begun = await world.ledger.acquire(key, Event.BEGIN, "decode-1", TTL_MS)
     assert not await Finisher(world.parts).finish_early(job_of(key, (65, 66, 67)).job, begun.record, begun.epoch)
     assert (await world.read(key)).state is State.PREFILLING
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["a handoff", "a stream that had begun"])
+async def test_rejecting_is_for_handoffs_and_not_for_streams(streaming: bool) -> None:
+    world = World()
+    record = await world.fetched(Policy(on_handoff_failure="reject", retain="done"))
+    assert record.sink is not None
+    await world.listen(OutputAnswer(record.key.request_id, True, (65, 66)))
+    lost = PeerLost("no locator served it")
+    record = msgspec.structs.replace(record, streaming=streaming)
+    assert record.sink is not None
+    if streaming:
+        await Recovery(world.parts).kv_lost(job_of(record.key), record, record.sink.epoch, lost)
+        assert (await world.read(record.key)).state is State.QUEUED
+    else:
+        with pytest.raises(HandoffRejected):
+            await Recovery(world.parts).kv_lost(job_of(record.key), record, record.sink.epoch, lost)
