@@ -198,8 +198,8 @@ class Trial:
         expected = self._texts[outcome.asked]
         if outcome.how not in cell.ends:
             row.wrong.append(f"{about} is {outcome.how}: {outcome.detail}")
-        if outcome.how == "done" and outcome.text != expected:
-            row.wrong.append(f"{about} is {outcome.text!r} instead of {expected!r}")
+        if outcome.how == "done" and (outcome.text, outcome.reason) != (expected, "length"):
+            row.wrong.append(f"{about} is {outcome.text!r} ({outcome.reason}) instead of {expected!r}")
         if not expected.startswith(outcome.text):
             row.wrong.append(f"{about} was sent {outcome.text!r}, which does not begin {expected!r}")
         row.wrong += [f"{about}: {what}" for what in faults_of(tap.frames.get(outcome.request_id, []))]

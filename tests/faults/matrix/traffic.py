@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import httpx
 
@@ -46,6 +46,7 @@ class Outcome:
     asked: Asked
     how: How
     text: str = ""
+    reason: str = ""
     detail: str = ""
     request_id: str = ""
     frames: list[TokenEntry] = field(default_factory=list)
@@ -84,6 +85,7 @@ def _read_event(outcome: Outcome, event: dict[str, object]) -> None:
         outcome.how, outcome.detail = "failed", str(event["error"])
     for choice in event.get("choices", ()):  # type: ignore[attr-defined]
         outcome.text += choice["text"]
+        outcome.reason = choice.get("finish_reason") or outcome.reason
 
 
 class Producer:
@@ -124,6 +126,7 @@ class Producer:
             await subscription.close()
         if self._end is not None:
             outcome.how = self._end.state
+            outcome.reason = self._end.finish_reason or ""
             outcome.detail = str(self._end.error or "")
             outcome.text = "".join(self._pieces) + self._end.tail
         return outcome
@@ -169,7 +172,8 @@ class Producer:
             self._worker = (await self._system.ledger.history(key))[-1].worker
             await self._resend()
             return
-        self._end = End(state=record.state.value)  # type: ignore[arg-type]
+        reason: Any = record.ended_code if record.state is State.DONE else None
+        self._end = End(state=record.state.value, finish_reason=reason)  # type: ignore[arg-type]
 
     async def _resend(self) -> None:
         message = Resend(self.outcome.request_id, self._output.next_seq, self._reply_to)
