@@ -53,6 +53,9 @@ def simulate(
     queue_jobs: Annotated[
         float, typer.Option("--queue-jobs", min=0.01, help="Prefill jobs per worker for the uncoupled controller.")
     ] = 1,
+    queue_sequences: Annotated[
+        float, typer.Option("--queue-sequences", min=1, help="Decode jobs per worker for the uncoupled controller.")
+    ] = 32,
     max_workers: Annotated[
         int, typer.Option("--max-workers", min=1, help="Most workers of each pool, for every policy.")
     ] = 40,
@@ -73,6 +76,7 @@ def simulate(
         startup_s=startup_s,
         warmup_s=warmup_s,
         queue_jobs=queue_jobs,
+        queue_sequences=queue_sequences,
     )
     scaling = replace(configured.scaling, prefill_max=max_workers, decode_max=max_workers)
     outcomes = compare(

@@ -29,6 +29,8 @@ class Terms(Struct, frozen=True):
     """Sizes with which the scaling policies begin."""
     queue_jobs: float = 1.0
     """Prefill jobs (waiting or in hand) per worker that the uncoupled controller aims at."""
+    queue_sequences: float = 32.0
+    """Decode jobs per worker that it aims at."""
     max_running: int = 256
     """Sequences that one decode worker takes at most."""
     timeout_s: float = 600.0
@@ -80,7 +82,7 @@ def compare(
         scaling,
         replace(terms, start=sizes),
     )
-    alone = Independent(scaling, terms.queue_jobs)
+    alone = Independent(scaling, terms.queue_jobs, terms.queue_sequences)
     return [coupled, fixed, _run("queue length, uncoupled", alone, arrivals, profile, admission, scaling, terms)]
 
 

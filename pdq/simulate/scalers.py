@@ -43,9 +43,8 @@ class Independent:
 
     TOLERANCE = 0.1
 
-    def __init__(self, limits: ScalingSettings, prefill_jobs: float) -> None:
+    def __init__(self, limits: ScalingSettings, prefill_jobs: float, decode_jobs: float) -> None:
         self._prefill = _QueueLength(limits, prefill_jobs, max(1, limits.prefill_min), limits.prefill_max)
-        decode_jobs = float(limits.decode_sequences_target)
         self._decode = _QueueLength(limits, decode_jobs, max(1, limits.decode_min), limits.decode_max)
 
     def sizes(self, seen: Observation, now_s: float) -> tuple[int, int]:

@@ -170,7 +170,7 @@ def test_the_coupled_policy_serves_a_rising_load_that_fixed_pools_do_not() -> No
 
 
 def test_queue_length_controllers_keep_to_the_same_bounds_and_steps() -> None:
-    ran = fleet(Independent(SCALING, 1.0))
+    ran = fleet(Independent(SCALING, 1.0, 32.0))
     ran.run(steady(10.0, 400))
     sizes = [prefill for _, prefill, _ in ran.sizes]
     assert all(math.ceil(a / 2) <= b <= 2 * a for a, b in pairwise(sizes))
