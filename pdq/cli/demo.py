@@ -35,6 +35,9 @@ def demo(
             plan = make_plan(0, 1, 1, model, engine, "disaggregated", Path(directory))
             stack = Stack(plan, waiting.progress)
             async with stack.running(lifecycle.stopped):
+                await lifecycle.until(lifecycle.draining, stack.ready())
+                if lifecycle.draining.is_set():
+                    return
                 waiting.done()
                 print(f"pdq is up: one prefill worker, one decode worker, {plan.model.name} at {stack.url}/v1\n")
                 print(f"> {question}\n", flush=True)

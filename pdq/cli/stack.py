@@ -96,7 +96,7 @@ class Stack:
 
     @contextlib.asynccontextmanager
     async def running(self, hurry: asyncio.Event) -> AsyncIterator["Stack"]:
-        """Up and able to serve, until the block ends. Then everything drains, unless ``hurry`` is set.
+        """Started, until the block ends; see ``ready``. Then everything drains, unless ``hurry`` is set.
 
         Raises:
             InvalidSettings: another stack uses the state directory, or the port is taken.
@@ -110,7 +110,6 @@ class Stack:
                 await self._start_servers()
                 self._write_env()
                 self._start_parts()
-                await self._until_ready()
                 yield self
             finally:
                 self._stopping = True
@@ -168,7 +167,12 @@ class Stack:
         self._parts.append(part)
         part.start()
 
-    async def _until_ready(self) -> None:
+    async def ready(self) -> None:
+        """Returns when requests can be served.
+
+        Raises:
+            Unavailable: a part could not be started.
+        """
         last = ""
         while True:
             self._check()

@@ -55,6 +55,9 @@ def up(
         with Waiting() as waiting:
             stack = Stack(plan, waiting.progress)
             async with stack.running(lifecycle.stopped):
+                await lifecycle.until(lifecycle.draining, stack.ready())
+                if lifecycle.draining.is_set():
+                    return
                 waiting.done()
                 print(f"pdq is ready: {stack.url}/v1  (model {plan.model.name}, Ctrl-C stops)", flush=True)
                 print(curl(stack.url, plan.model.name), flush=True)

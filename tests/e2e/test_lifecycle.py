@@ -19,17 +19,12 @@ from tests.e2e.stack import SHORT_LEASES, running, wait_for
 SIM = ("--engine", "sim")
 
 
-def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("pdq-kv-")}
-
-
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_pdq_up_leaves_no_process_port_segment_or_file_behind(tmp_path: Path) -> None:
-    before = segments()
     work = tmp_path / "work"
     work.mkdir()
     env = {"PDQ_TRANSPORT_ORDER": "shm", "TMPDIR": str(work), "HOME": str(work)}
@@ -42,10 +37,23 @@ def test_pdq_up_leaves_no_process_port_segment_or_file_behind(tmp_path: Path) ->
             if connection.status == psutil.CONN_LISTEN
         ]
         assert len(ports) >= 3
+        segments = Path(stack.environ["PDQ_TRANSPORT_SHM_DIR"])
+        assert list(segments.iterdir())
     assert not [port for port in ports if listens(port)]
-    assert not segments() - before
+    assert not segments.exists() or not list(segments.iterdir())
     assert not (tmp_path / "state" / "env").exists()
     assert not list(work.rglob("*"))
+
+
+def test_pdq_up_can_be_stopped_before_it_is_ready(tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    never_ready = ("up", *SIM, "--prefill", "0", "--port", "0", "--state-dir", str(state))
+    with program({}, log, *never_ready) as process:
+        wait_for(lambda: "no prefill worker" in log.read_text(), "it waits for a worker", 60)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 5
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not (state / "env").exists()
 
 
 def test_a_killed_pdq_up_takes_everything_with_it(tmp_path: Path) -> None:
