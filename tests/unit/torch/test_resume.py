@@ -6,7 +6,9 @@ from pdq.core.messages import Sampling
 from tests.tiny_models import FAMILIES
 from tests.unit.torch.moves import MakeEngine, generate, handed_over_seat, ids, prompt, work
 
-WILD = Sampling(temperature=1.3, seed=11, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.2, logprobs=3)
+WILD = Sampling(
+    temperature=1.3, seed=11, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.2, logprobs=3
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
