@@ -184,6 +184,7 @@ class TokenEntry(Struct, frozen=True, omit_defaults=True):
 
     ``pieces[i]`` is the text that became certain with ``tokens[i]``: a pure function of the tokens up to it, so a
     repeated token repeats its piece. ``end`` comes with, or after, the last token; its place is ``seq + len(tokens)``.
+    An end that is not ``done`` ends the stream wherever it is: its sender need not know how far others came.
     """
 
     request_id: str

@@ -205,7 +205,9 @@ def faults_of(frames: Sequence[TokenEntry]) -> list[str]:
             ends[place] = ends.get(place, 0) + 1
     if len(ends) > 1:
         found.append(f"several ends: {ends}")
-    for end_at, _ in ends:
-        if beyond := sorted(seq for seq in known if seq >= end_at):
+    for end_at, state in ends:
+        # Who ends a request badly need not know how far others came with it.
+        beyond = sorted(seq for seq in known if seq >= end_at)
+        if state == "done" and beyond:
             found.append(f"tokens {beyond} after an end at {end_at}")
     return found
