@@ -40,6 +40,8 @@ CLIENT_ID_LENGTH: Final = 256
 READY_TIMEOUT_S: Final = 2.0
 DISCARD_BYTES: Final = 64 * 1024 * 1024
 DISCARD_S: Final = 10.0
+BODY_S: Final = 60.0
+"""How long a client may take to send a body."""
 
 _REQUEST_ID: Final = HEADER_REQUEST_ID.encode()
 _CLIENT_REQUEST_ID: Final = HEADER_CLIENT_REQUEST_ID.encode()
@@ -84,6 +86,7 @@ class Exchange:
 
         Raises:
             BodyTooLarge: over ``limit``, as announced or as read.
+            TooSlow: it took too long.
             ClientGone: before it was complete.
         """
         announced = self.headers.get(b"content-length", b"")
@@ -91,6 +94,13 @@ class Exchange:
             if b"expect" not in self.headers:
                 await self._discard()
             raise _too_large(limit)
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._whole_body(limit)
+        except TimeoutError:
+            raise refusal.TooSlow(f"the request's body did not come within {BODY_S:.0f} s") from None
+
+    async def _whole_body(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:

@@ -1,9 +1,10 @@
-"""uvicorn's HTTP protocol with a bound on all that is not body: URL, headers, trailers. uvicorn itself has none, and keeps
-whatever a client goes on to send.
+"""uvicorn's HTTP protocol with bounds, in bytes and in time, on all that is not body: URL, headers, trailers. uvicorn
+itself has none: it keeps whatever a client goes on to send, for as long as the client likes.
 
 The parser hands a header over when it is complete. So what it has been fed without handing anything over is bounded too.
 """
 
+import asyncio
 from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,12 +15,38 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 """Of a URL, and the names and values of all headers and trailers, together."""
 
 
+HEAD_S: Final = 30.0
+"""From a connection's first moment, or a request's first byte, to the end of the headers."""
+
+
 class BoundedProtocol(HttpToolsProtocol):
     _head = 0
     """Bytes of the current request that count."""
     _silent = 0
     """Bytes fed to the parser since it last handed something over."""
     _spoke = False
+    _too_slow: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        self._head_is_there()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        if self._too_slow is None:
+            self._too_slow = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _head_is_there(self) -> None:
+        if self._too_slow is not None:
+            self._too_slow.cancel()
+            self._too_slow = None
 
     def data_received(self, data: bytes) -> None:
         self._spoke = False
@@ -30,6 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head = 0
+        self._expect_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:

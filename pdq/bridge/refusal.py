@@ -16,6 +16,10 @@ class BodyTooLarge(errors.InvalidRequest):
     code = "body_too_large"
 
 
+class TooSlow(errors.InvalidRequest):
+    code = "request_timeout"
+
+
 class HeadTooLarge(errors.InvalidRequest):
     code = "headers_too_large"
 
@@ -38,6 +42,7 @@ class Reply(NamedTuple):
 
 _STATUS: Final = {
     BodyTooLarge.code: 413,
+    TooSlow.code: 408,
     HeadTooLarge.code: 431,
     NoSuchRoute.code: 404,
     WrongMethod.code: 405,
@@ -62,6 +67,7 @@ _STATUS: Final = {
 
 _TYPE: Final = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
 _TYPE_MORE: Final = {
+    408: "invalid_request_error",
     413: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",

@@ -28,8 +28,9 @@ from pdq.adapters.shm_segments import segments, unlink_if_dead
 from pdq.cli.find import ENV_FILE, WRITTEN
 from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import bridge_command, worker_command
+from pdq.connect import connect
 from pdq.core import names
-from pdq.core.errors import InvalidSettings, Unavailable
+from pdq.core.errors import InvalidSettings, PdqError, Unavailable
 from pdq.core.settings import load
 from pdq.ports import Pool
 from pdq.runtime import EXIT_BAD_INPUT
@@ -42,6 +43,9 @@ RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 30.0
 GRACE_S: Final = 65.0
 """For a child to drain before it is killed: a little more than its own deadline."""
+
+HURRY_S: Final = 5.0
+"""And when nothing is waited for any more: to release what is held."""
 
 Mode = Literal["disaggregated", "aggregated", "auto"]
 Progress = Callable[[str], None]
@@ -104,6 +108,7 @@ class Stack:
         """
         with _locked(self._plan.state_dir):
             _bindable(self._plan.host, self._plan.port)
+            await self._try_given_servers()
             try:
                 self._progress(f"preparing model {self._plan.model.name}")
                 self._model = await asyncio.to_thread(prepare, self._plan.model)
@@ -111,6 +116,10 @@ class Stack:
                 self._write_env()
                 self._start_parts()
                 yield self
+            except PdqError as error:
+                log.error("stopping: %s", error)
+                hurry.set()  # a part is broken for good: waiting for others to drain would only hide that
+                raise
             finally:
                 self._stopping = True
                 await self._stop(hurry)
@@ -128,9 +137,20 @@ class Stack:
 
     # --- start --------------------------------------------------------------------------------------------------------
 
+    async def _try_given_servers(self) -> None:
+        """Once and now, rather than in every part again and again.
+
+        Raises:
+            Unavailable: one of them does not answer.
+            InvalidSettings: a setting is wrong.
+        """
+        settings = load(self._environ)
+        if all(self._environ.get(name) or self._environ.get(f"{name}_FILE") for name in _SERVERS):
+            async with connect(settings, "up"):
+                pass
+
     async def _start_servers(self) -> None:
-        embedded = {names.ENV_NATS_URL: nats_server, names.ENV_REDIS_URL: valkey_server}
-        for variable, make in embedded.items():
+        for variable, make in _SERVERS.items():
             if not (self._environ.get(variable) or self._environ.get(f"{variable}_FILE")):
                 server = make(self._plan.state_dir / variable.split("_")[1].lower())
                 await server.start()
@@ -164,6 +184,7 @@ class Stack:
 
     def _part(self, name: str, argv: Sequence[str]) -> None:
         part = Part(Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ))
+        part.child.log.unlink(missing_ok=True)  # an earlier run's errors would be taken for this one's
         self._parts.append(part)
         part.start()
 
@@ -194,7 +215,9 @@ class Stack:
             code = part.child.returncode
             if code is None or self._stopping:
                 continue
-            if code == EXIT_BAD_INPUT or len(part.starts) >= RESTARTS:
+            if code == EXIT_BAD_INPUT:
+                raise InvalidSettings(f"{part.child.name} refuses to run:\n{part.child.log_tail()}")
+            if len(part.starts) >= RESTARTS:
                 raise Unavailable(f"{part.child.name} exited with {code}:\n{part.child.log_tail()}")
             log.warning("%s exited with %d, starting it again", part.child.name, code)
             part.start()
@@ -215,15 +238,24 @@ class Stack:
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
         await hurry.wait()
-        for part in self._parts:
-            part.child.signal(signal.SIGTERM)  # their second one, or soon followed by it
+        for number, pause_s in ((signal.SIGTERM, HURRY_S), (signal.SIGKILL, 0)):
+            for part in self._parts:
+                part.child.signal(number)
+            await asyncio.sleep(pause_s)
+
+
+_SERVERS: Final = {names.ENV_NATS_URL: nats_server, names.ENV_REDIS_URL: valkey_server}
 
 
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
     """Only one stack at a time in a state directory."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    with (state_dir / "lock").open("w") as lock:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        opened = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise InvalidSettings(f"--state-dir {state_dir} cannot be used: {error}") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -12,6 +12,7 @@ from pdq.cli import models
 from pdq.cli.find import DEFAULT_STATE_DIR
 from pdq.cli.programs import EngineOption, ModelOption
 from pdq.cli.stack import Mode, Plan, Stack
+from pdq.core.errors import InvalidSettings
 
 QUIET_S: Final = 2.0
 """Nothing that takes longer than this goes by without a word."""
@@ -72,6 +73,8 @@ def make_plan(
     """The plan for these options."""
     from pdq.adapters.processes import free_port
 
+    if prefill == 0 and mode == "disaggregated":
+        raise InvalidSettings("--prefill 0 leaves nobody to prefill: add --mode aggregated, or a prefill worker")
     return Plan(
         state_dir=state_dir.resolve(),
         model=models.resolve(model, engine),

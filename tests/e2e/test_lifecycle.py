@@ -47,7 +47,7 @@ def test_pdq_up_leaves_no_process_port_segment_or_file_behind(tmp_path: Path) ->
 
 def test_pdq_up_can_be_stopped_before_it_is_ready(tmp_path: Path) -> None:
     state, log = tmp_path / "state", tmp_path / "log"
-    never_ready = ("up", *SIM, "--prefill", "0", "--port", "0", "--state-dir", str(state))
+    never_ready = ("up", *SIM, "--prefill", "0", "--mode", "auto", "--port", "0", "--state-dir", str(state))
     with program({}, log, *never_ready) as process:
         wait_for(lambda: "no prefill worker" in log.read_text(), "it waits for a worker", 60)
         children = psutil.Process(process.pid).children(recursive=True)

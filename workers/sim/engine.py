@@ -58,7 +58,8 @@ class SimEngine:
             resume=True,
             layout=layout,
             fingerprint=Fingerprint(model=model, weights=f"sim-{VERSION}", tokenizer=tokenizer.digest, dtype="uint8"),
-            max_context=sim.max_context,
+            # What does not fit into the blocks is refused before anything is computed, as with any other limit.
+            max_context=min(sim.max_context, self.pool.total * layout.block_size),
             features=("logprobs",),
         )
         self.computing = asyncio.Lock()
@@ -137,8 +138,8 @@ class SimEngine:
 
     def _take(self, work: PromptWork, output: int) -> list[int]:
         needed = len(work.tokens) + output
-        if needed > self._sim.max_context:
-            raise ContextTooLong(f"{needed} tokens exceed the context of {self._sim.max_context}")
+        if needed > self.contract.max_context:
+            raise ContextTooLong(f"{needed} tokens exceed the context of {self.contract.max_context}")
         count = self.contract.layout.blocks_for(needed)
         if count > self.pool.total:
             raise ContextTooLong(

@@ -29,6 +29,7 @@ class TorchEngine:
         self._settings = settings
         self._machine = Machine(model, settings)
         self._allocator = self._machine.pool.allocator
+        self._limit = min(model.max_context, self._allocator.total * model.layout.block_size)
         self._batch = Batch(self._machine)
         self._runs: set[TorchRun] = set()
         self._admitted = 0
@@ -61,7 +62,8 @@ class TorchEngine:
             resume=True,
             layout=self.model.layout,
             fingerprint=self.model.fingerprint,
-            max_context=self.model.max_context,
+            # What does not fit into the blocks is refused before anything is computed, as with any other limit.
+            max_context=self._limit,
             features=("logprobs",),
         )
 
@@ -127,10 +129,9 @@ class TorchEngine:
             raise InvalidRequest("no seed: whoever accepts a request must choose one", field="seed")
         layout, allocator = self.model.layout, self._allocator
         tokens = len(work.tokens) + output
-        limit = min(self.model.max_context, allocator.total * layout.block_size)
-        if tokens > limit:
+        if tokens > self._limit:
             raise ContextTooLong(
-                f"{len(work.tokens)} prompt tokens and up to {output} output tokens make {tokens}; at most {limit} fit "
+                f"{len(work.tokens)} prompt and up to {output} output tokens make {tokens}; at most {self._limit} fit "
                 f"(model context {self.model.max_context}, {allocator.total} KV blocks of {layout.block_size} tokens)",
                 field="prompt",
             )

@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 
+import pytest
+
 from pdq.bridge.reply import Channel
 from pdq.bridge.server import listen
 from pdq.core.messages import PrefillJob
@@ -99,3 +101,23 @@ async def test_messages_queue_in_order_behind_one_that_has_to_wait() -> None:
     channel.write(b"c", more=False)
     await until(lambda: len(sent) == 2)
     assert sent[1] == {"type": "http.response.body", "body": b"abc", "more_body": False}
+
+
+async def test_a_client_that_never_completes_its_headers_is_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdq.bridge.protocol.HEAD_S", 0.2)
+    async with rig(speak) as world:
+        for beginning in (b"", b"POST /v1/chat", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+            reader, writer = await asyncio.open_connection(*address(world))
+            writer.write(beginning)
+            await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+
+
+async def test_a_body_that_never_ends_gets_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdq.bridge.app.BODY_S", 0.2)
+    async with rig(speak) as world:
+        reader, writer = await asyncio.open_connection(*address(world))
+        writer.write(request(STREAMED)[:-5])
+        status = await asyncio.wait_for(reader.readline(), 30)
+        assert b" 408 " in status
+        writer.close()
