@@ -32,8 +32,11 @@ def make(kind: str, url: str, world: TransportWorld | None = None) -> KvTranspor
             return MemoryTransport(world or TransportWorld())
 
 
+MODEL = "org/model.v1"
+
+
 def ref(request_id: str, *, epoch: int = 1, secret: str = "open sesame") -> HandoffRef:
-    return HandoffRef(RecordKey("org/model.v1", request_id), epoch, secret)
+    return HandoffRef(RecordKey(MODEL, request_id), epoch, secret)
 
 
 def payload(seed: int, chunk: int, length: int) -> bytearray:

@@ -81,7 +81,7 @@ class Reaper:
                 await self._put_back(record, Event.YIELD, Changes(streams_lost=record.streams_lost + 1))
             else:
                 await self._ledger.reap(key)
-        except NOT_OURS as error:
+        except (*NOT_OURS, errors.LeaseHeld) as error:
             log.debug("%s moved on by itself: %s", key.request_id, error)
 
     async def _put_back(self, record: Record, event: Event, changes: Changes | None = None) -> None:

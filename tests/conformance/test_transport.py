@@ -18,7 +18,7 @@ from pdq.core.errors import DigestMismatch, HandoffUnknown, PeerLost, TransferFa
 from pdq.core.layout import chunk_hash
 from pdq.core.names import SHM_PREFIX
 from pdq.ports import ChunkPlan, KvTransport, Locator
-from tests.kv import SourceProcess, cuts, make, payload, ref, targets, until
+from tests.kv import MODEL, SourceProcess, cuts, make, payload, ref, targets, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,7 +53,7 @@ async def leaves_nothing(pair: Pair, valkey: Server) -> AsyncIterator[None]:
         await pair.source.release(held)
     assert pair.source.holding() == []
     async with redis.asyncio.Redis.from_url(valkey.url) as client:
-        assert [key async for key in client.scan_iter("pdq:*:kv:*")] == []
+        assert [key async for key in client.scan_iter(f"pdq:{{{MODEL}}}:kv:*")] == []
 
 
 async def offered(pair: Pair, request_id: str, plan: ChunkPlan, parts: int = 1) -> Locator:
@@ -212,7 +212,7 @@ async def test_bytes_that_changed_in_the_store_are_found_out(pair: Pair, valkey:
             segment.write(b"not what was there")
     else:
         async with redis.asyncio.Redis.from_url(valkey.url) as client:
-            keys = [key async for key in client.scan_iter("pdq:*:kv:*:0.0")]
+            keys = [key async for key in client.scan_iter(f"pdq:{{{MODEL}}}:kv:*:0.0")]
             await client.setrange(keys[0], 77, b"not what was there")
     with pytest.raises(DigestMismatch):
         await pair.sink.fetch(locator, ref("r"), plan, targets(plan)[1], 20)

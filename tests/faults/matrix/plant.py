@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -20,7 +22,7 @@ from pdq.adapters.processes import Child, Server, free_port, nats_server, valkey
 from pdq.connect import Connected, connect
 from pdq.core import names
 from pdq.core.messages import Failpoints
-from pdq.core.settings import load
+from pdq.core.settings import Settings, load
 from pdq.ports import Queue
 from tests.e2e.stack import SHORT_LEASES
 from tests.faults.matrix.proxy import Network
@@ -127,6 +129,7 @@ class Plant:
         self.servers: dict[str, Server] = {}
         self.programs: dict[str, Program] = {}
         self.system: Connected
+        self.settings: Settings
         self.url = ""
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -143,7 +146,10 @@ class Plant:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PDQ_")}
-        environ = {**inherited, **ENVIRONMENT, **self._extra, "PDQ_BRIDGE_PORT": str(port)}
+        shm = tempfile.mkdtemp(prefix="pdq-test-", dir="/dev/shm")
+        self._stack.callback(shutil.rmtree, shm)
+        segments = {"PDQ_TRANSPORT_SHM_DIR": shm}
+        environ = {**inherited, **ENVIRONMENT, **self._extra, **segments, "PDQ_BRIDGE_PORT": str(port)}
         for name in PROGRAMS:
             nats = await Network(self.servers["nats"].port).start()
             redis = await Network(self.servers["valkey"].port).start()
@@ -157,9 +163,8 @@ class Plant:
             program.start()
             self._stack.push_async_callback(self._stop, program)
         ours = {"PDQ_NATS_URL": self.servers["nats"].url, "PDQ_REDIS_URL": self.servers["valkey"].url}
-        self.system = await self._stack.enter_async_context(
-            connect(load({**ENVIRONMENT, **self._extra, **ours}), "test")
-        )
+        self.settings = load({**ENVIRONMENT, **self._extra, **segments, **ours})
+        self.system = await self._stack.enter_async_context(connect(self.settings, "test"))
         self._supervisor = asyncio.create_task(self._supervise())
         await self.whole()
         return self

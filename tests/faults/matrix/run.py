@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdq.core import names
+from pdq.core.ids import mint_request_id, mint_secret
 from pdq.core.lease import RecordKey
+from pdq.ports import NewRecord
+from tests.e2e.audits import until_clean
 from tests.faults.matrix.cells import Cell
 from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, Plant, until
 from tests.faults.matrix.proxy import Network
@@ -96,9 +100,8 @@ class Trial:
             await plant.arm(name, f"{cell.point}={action}{cell.skip}")
         outcomes: list[Outcome] = []
         for _ in range(VOLLEYS):
-            if cell.point == "reaper.visit":  # it has work only when somebody has died
-                await plant.whole()
-                await plant.arm(DECODE[self._turn % 2], "decode.step=kill+12")
+            if cell.point == "reaper.visit":
+                await self._orphan()
             volley = asyncio.ensure_future(self._volley())
             while not volley.done():
                 if hit := self._hit(sizes):
@@ -117,6 +120,21 @@ class Trial:
         timeout_ms = SHORT_TIMEOUT_MS if self._cell.role == "bridge" else TIMEOUT_MS
         asked = [over_http(self._plant.url, it, timeout_ms) for it in VOLLEY]
         return list(await asyncio.gather(*asked, Producer(self._plant.system, RAW).run()))
+
+    async def _orphan(self) -> None:
+        """A request that only the reaper can end: its deadline passes, and nobody has a job for it."""
+        system = self._plant.system
+        request_id = mint_request_id(await system.ledger.now_ms())
+        await system.ledger.enqueue(
+            NewRecord(
+                key=RecordKey(MODEL, request_id),
+                reply_to=names.reply_subject("nobody"),
+                prompt_tokens=1,
+                max_new_tokens=1,
+                timeout_ms=100,
+                secret=mint_secret(),
+            )
+        )
 
     def _hit(self, sizes: Mapping[str, int]) -> str:
         """The program that has reached the step."""
@@ -173,7 +191,7 @@ class Trial:
     # --- Look ---------------------------------------------------------------------------------------------------------
 
     async def _settle(self) -> None:
-        """Nothing is held any more."""
+        """Nothing is held any more, and the operators' own tool finds nothing either."""
         plant = self._plant
         for name in self._armed:
             await plant.arm(name, "")
@@ -187,6 +205,7 @@ class Trial:
 
         try:
             await until(free, lambda: "\n".join(left), SETTLE_S)
+            await until_clean(plant.system, plant.settings, SETTLE_S)
         except AssertionError as error:
             self.row.wrong.append(str(error))
         self.row.settled_s = time.monotonic() - started

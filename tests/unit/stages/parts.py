@@ -55,6 +55,12 @@ class World:
         await self.ledger.enqueue(NewRecord(key, REPLY_TO, 10, max_new_tokens, 60_000, "secret", policy or Policy()))
         return key
 
+    async def ready(self) -> Record:
+        """Held by its source, wanted by nobody yet."""
+        key = await self.queued()
+        begun = await self.ledger.acquire(key, Event.BEGIN, "prefill-0", 10 * TTL_MS)
+        return await self.ledger.apply(key, Event.READY, epoch=begun.epoch)
+
     async def fetched(
         self, policy: Policy | None = None, *, outlives: bool = False, first_token: int | None = 65
     ) -> Record:
