@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.05
 RESTARTS: Final = 5
-"""A part that dies this often within ``RESTART_WINDOW_S`` is not started again."""
+"""A part that ends by itself this often within ``RESTART_WINDOW_S`` is not started again. One that was killed always is:
+whoever kills it, or the kernel for want of memory, says nothing of the part."""
 RESTART_WINDOW_S: Final = 30.0
 GRACE_S: Final = 65.0
 """For a child to drain before it is killed: a little more than its own deadline."""
@@ -71,15 +72,15 @@ class _NotReady(msgspec.Struct):
 
 @dataclass
 class Part:
-    """A supervised child and when it was started."""
+    """A supervised child and when it ended by itself."""
 
     child: Child
-    starts: list[float] = field(default_factory=list)
+    failures: list[float] = field(default_factory=list)
 
-    def start(self) -> None:
+    def ended(self, code: int) -> None:
+        """With exit status ``code``; negative: by a signal."""
         now = time.monotonic()
-        self.starts = [at for at in self.starts if now - at < RESTART_WINDOW_S] + [now]
-        self.child.start()
+        self.failures = [at for at in self.failures if now - at < RESTART_WINDOW_S] + [now] * (code > 0)
 
 
 class Stack:
@@ -186,7 +187,7 @@ class Stack:
         part = Part(Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ))
         part.child.log.unlink(missing_ok=True)  # an earlier run's errors would be taken for this one's
         self._parts.append(part)
-        part.start()
+        part.child.start()
 
     async def ready(self) -> None:
         """Returns when requests can be served.
@@ -217,10 +218,11 @@ class Stack:
                 continue
             if code == EXIT_BAD_INPUT:
                 raise InvalidSettings(f"{part.child.name} refuses to run:\n{part.child.log_tail()}")
-            if len(part.starts) >= RESTARTS:
+            part.ended(code)
+            if len(part.failures) >= RESTARTS:
                 raise Unavailable(f"{part.child.name} exited with {code}:\n{part.child.log_tail()}")
             log.warning("%s exited with %d, starting it again", part.child.name, code)
-            part.start()
+            part.child.start()
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 
