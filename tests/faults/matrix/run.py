@@ -19,6 +19,7 @@ from tests.faults.matrix.traffic import RAW, VOLLEY, Asked, Outcome, Producer, T
 
 HELD_AT_STEP_MS: Final = 700
 """How long a request waits at its step for a fault that is done from outside."""
+SLOW_PLACE: Final = {"prefill": "prefill.begun", "decode": "decode.joined"}
 LONGER_THAN_A_LEASE_S: Final = LEASE_S + 1.0
 LAG_S: Final = 0.04
 SLOW_S: Final = 3.0
@@ -96,8 +97,10 @@ class Trial:
         cell, plant = self._cell, self._plant
         action = cell.action or (f"{cell.fault}*1" if cell.inside else f"delay:{HELD_AT_STEP_MS}*1")
         sizes = {name: plant.programs[name].log_size() for name in self._armed}
+        # A heartbeat comes only to who works for longer than its period.
+        longer = f";{SLOW_PLACE[cell.role]}=delay:{HELD_AT_STEP_MS}" if cell.point.startswith("keepalive.") else ""
         for name in self._armed:
-            await plant.arm(name, f"{cell.point}={action}{cell.skip}")
+            await plant.arm(name, f"{cell.point}={action}{cell.skip}{longer}")
         outcomes: list[Outcome] = []
         for _ in range(VOLLEYS):
             if cell.point == "reaper.visit":
