@@ -171,7 +171,7 @@ async def test_what_can_never_fit_is_the_senders_error(make_engine: MakeEngine) 
     layout = engine.contract.layout
     with pytest.raises(ContextTooLong, match="1025"):
         engine.admit(work(prompt(1025)))
-    with pytest.raises(ContextTooLong, match="1000 prompt tokens and up to 25 output"):
+    with pytest.raises(ContextTooLong, match="1000 prompt and up to 25 output"):
         engine.reserve(work(prompt(1000), output=25), layout)
     with pytest.raises(ContextTooLong):
         engine.admit(work(prompt(1000), output=25), output=True)
