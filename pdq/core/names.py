@@ -14,9 +14,6 @@ DECODE_STREAM: Final = "PDQ_DECODE"
 LOCAL_STREAM: Final = "PDQ_LOCAL"
 DEAD_STREAM: Final = "PDQ_DEAD"
 
-PREFILL_SUBJECTS: Final = "pdq.jobs.prefill.>"
-DECODE_SUBJECTS: Final = "pdq.jobs.decode.>"
-LOCAL_SUBJECTS: Final = "pdq.jobs.local.>"
 DEAD_SUBJECTS: Final = "pdq.dead.>"
 
 PRIORITIES: Final = ("interactive", "batch")

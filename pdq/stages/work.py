@@ -29,10 +29,6 @@ class Work:
         if self._timer is not None:
             self._timer.cancel()
 
-    @property
-    def reason(self) -> PdqError | None:
-        return self._reason
-
     def interrupt(self, reason: PdqError) -> None:
         """The first reason counts."""
         if self._reason is None:
