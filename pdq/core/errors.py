@@ -9,6 +9,7 @@
     │   └── InvalidSettings        an environment variable or flag cannot be understood
     ├── Refused                  nothing is wrong with the request; come back later
     │   ├── Overloaded             a limit is reached (carries retry_after_s)
+    │   │   └── TenantLimit          a limit or fair share of this tenant; others are served
     │   └── Unavailable            broker or ledger unreachable, or no worker serves the model yet
     ├── LedgerRefusal            the handoff record does not allow this change; nothing was changed
     │   ├── RecordNotFound         no such record (never created, or ended long ago)
@@ -88,6 +89,10 @@ class Refused(PdqError):
 
 class Overloaded(Refused):
     code = "overloaded"
+
+
+class TenantLimit(Overloaded):
+    code = "tenant_limit"
 
 
 class Unavailable(Refused):

@@ -231,6 +231,12 @@ class Drain(Struct, frozen=True, tag="drain"):
     """To a worker: stop pulling, finish what runs within ``deadline_ms``, leave."""
 
     deadline_ms: int = 60_000
+    spill: bool = False
+    """Do not wait for KV to be fetched: move it to a tier, if the worker has one for that."""
+
+
+class Undrain(Struct, frozen=True, tag="undrain"):
+    """To a worker that drains and has not left yet: stay, and pull again."""
 
 
 class Failpoints(Struct, frozen=True, tag="failpoints"):
@@ -241,7 +247,7 @@ class Failpoints(Struct, frozen=True, tag="failpoints"):
     """As in ``PDQ_FAILPOINTS``; empty: none."""
 
 
-Control = Cancel | Release | Resend | Drain | Failpoints
+Control = Cancel | Release | Resend | Drain | Undrain | Failpoints
 
 
 class OutputQuestion(Struct, frozen=True, tag="output_question"):

@@ -115,6 +115,12 @@ def due_key(model: str) -> str:
     return f"pdq:{{{model}}}:due"
 
 
+def board_key(model: str, what: str) -> str:
+    """What steers a model's pools: ``fixed`` (hash: pool -> replicas), ``away`` (set of workers), ``leader`` and ``report``
+    (strings with a TTL)."""
+    return f"pdq:{{{model}}}:board:{what}"
+
+
 def tier_key(model: str, request_id: str, epoch: int, part: str) -> str:
     """String: one chunk (``part`` is its index) or the header (``head``) of KV bytes in the Redis tier."""
     return f"pdq:{{{model}}}:kv:{request_id}:{epoch}:{part}"

@@ -195,8 +195,17 @@ class BridgeSettings(Struct, frozen=True):
     """A stream that is silent for this long is compared with its record."""
 
 
+class DrainSettings(Struct, frozen=True):
+    deadline_s: Seconds = 60.0
+    """How long a program that got SIGTERM finishes what it has; then it stops, and releases what is left."""
+
+
 class AdmissionSettings(Struct, frozen=True):
     """What may be accepted, per model. See ``pdq.core.admission``."""
+
+    without_workers: Literal["wait", "refuse"] = "wait"
+    """What becomes of requests while a pool has no worker: they ``wait`` in the queue for one to be started, or are
+    refused."""
 
     interactive_queued_tokens: Positive = 1_048_576
     """Prompt tokens that may wait for prefill, class interactive."""
@@ -290,6 +299,7 @@ class Settings(Struct, frozen=True):
     handoff: HandoffSettings = HandoffSettings()
     policy: Policy = Policy()
     bridge: BridgeSettings = BridgeSettings()
+    drain: DrainSettings = DrainSettings()
     admission: AdmissionSettings = AdmissionSettings()
     scaling: ScalingSettings = ScalingSettings()
 

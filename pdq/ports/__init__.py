@@ -11,11 +11,14 @@ from pdq.ports.engines import DecodeEngine, DecodeSeat, Drawn, PrefillEngine, Pr
 from pdq.ports.kv import Buffer, ChunkPlan, Fetched, HandoffRef, KvStore, KvTransport
 from pdq.ports.ledger import Changes, Grant, HandoffLedger, Locator, LogEntry, NewRecord, Record
 from pdq.ports.queues import Delivery, JobQueue, Queue, StoredJob
+from pdq.ports.steering import Actuator, Board, PoolReport, ScalingReport
 from pdq.ports.text import Tokenizer
 from pdq.ports.workers import BackendContract, Occupancy, Pool, WorkerInfo, WorkerRegistry
 
 __all__ = [
+    "Actuator",
     "BackendContract",
+    "Board",
     "Buffer",
     "Changes",
     "ChunkPlan",
@@ -36,11 +39,13 @@ __all__ = [
     "NewRecord",
     "Occupancy",
     "Pool",
+    "PoolReport",
     "PrefillEngine",
     "PrefillRun",
     "PromptWork",
     "Queue",
     "Record",
+    "ScalingReport",
     "Step",
     "StoredJob",
     "Subscription",

@@ -46,6 +46,10 @@ class Occupancy(Struct, frozen=True):
     """Batched engine steps since it started."""
     tokens: int = 0
     """Tokens computed since it started (prompt tokens in prefill, output tokens in decode)."""
+    busy_s: float = 0.0
+    """Seconds in which it computed ``tokens``: without them a quiet worker would look like a slow one."""
+    transfers: int = 0
+    """KV transfers that it receives now."""
     peak_batch: int = 0
     quarantined_blocks: int = 0
     """Out of use for good: when their transfer was cut, a late write could still land in them."""
@@ -65,6 +69,8 @@ class WorkerInfo(Struct, frozen=True):
     started_ms: int
     aggregated: bool = False
     """A decode-pool worker that also takes whole requests from the prefill queue."""
+    spill: tuple[str, ...] = ()
+    """The tiers to which it can move KV that nobody has fetched yet."""
 
 
 class WorkerRegistry(Protocol):
