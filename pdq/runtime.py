@@ -19,12 +19,10 @@ from typing import Any, Final
 
 import uvloop
 
-from pdq.core.errors import BadInput, Incompatible, PdqError, Refused
+from pdq.core.errors import PdqError
+from pdq.core.exits import exit_status
 
 DRAIN_DEADLINE_S: Final = 60.0
-
-EXIT_BAD_INPUT: Final = 2
-EXIT_UNAVAILABLE: Final = 3
 
 log = logging.getLogger(__name__)
 
@@ -92,21 +90,15 @@ def configure_logging(program: str) -> None:
 def run(program: str, main: Callable[[Lifecycle], Coroutine[Any, Any, None]]) -> int:
     """Run one program to its end; its exit status.
 
-    0 after a clean drain; 2 for bad input or settings, 3 when a server it needs is unavailable, 1 for anything else.
+    0 after a clean drain; otherwise see ``pdq.core.exits``.
     """
     configure_logging(program)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_signals(main))
-    except (BadInput, Incompatible) as error:
-        log.error("%s: %s", error.code, error)
-        return EXIT_BAD_INPUT
-    except Refused as error:
-        log.error("%s: %s", error.code, error)
-        return EXIT_UNAVAILABLE
     except PdqError as error:
         log.error("%s: %s", error.code, error)
-        return 1
+        return exit_status(error)
     return 0
 
 

@@ -1,7 +1,6 @@
 """All commands under one program, and the one place where an error becomes a line on stderr and an exit status."""
 
 import sys
-from typing import Final
 
 import typer
 
@@ -22,11 +21,7 @@ from pdq.cli import (
     up,
 )
 from pdq.core import errors
-
-EXIT_OTHER: Final = 1
-EXIT_BAD_INPUT: Final = 2
-EXIT_UNAVAILABLE: Final = 3
-EXIT_NOT_FOUND: Final = 4
+from pdq.core.exits import exit_status
 
 app = typer.Typer(
     name="pdq",
@@ -53,18 +48,6 @@ app.command()(failpoints.failpoints)
 app.command()(schemas.schemas)
 app.command()(states.states)
 app.command()(simulate.simulate)
-
-
-def exit_status(error: errors.PdqError) -> int:
-    match error:
-        case errors.BadInput() | errors.Incompatible():
-            return EXIT_BAD_INPUT
-        case errors.Refused():
-            return EXIT_UNAVAILABLE
-        case errors.RecordNotFound():
-            return EXIT_NOT_FOUND
-        case _:
-            return EXIT_OTHER
 
 
 def run() -> None:

@@ -31,9 +31,9 @@ from pdq.cli.programs import bridge_command, worker_command
 from pdq.connect import connect
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, PdqError, Unavailable
+from pdq.core.exits import BAD_INPUT
 from pdq.core.settings import load
 from pdq.ports import Pool
-from pdq.runtime import EXIT_BAD_INPUT
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Stack:
             code = part.child.returncode
             if code is None or self._stopping:
                 continue
-            if code == EXIT_BAD_INPUT:
+            if code == BAD_INPUT:
                 raise InvalidSettings(f"{part.child.name} refuses to run:\n{part.child.log_tail()}")
             part.ended(code)
             if len(part.failures) >= RESTARTS:
