@@ -12,7 +12,7 @@ from pdq.core import names
 from pdq.core.errors import InvalidSettings
 from pdq.core.messages import Control, Failpoints
 from pdq.core.settings import Settings
-from pdq.ports import HandoffLedger, JobQueue, KvStore, KvTransport, TokenBus, WorkerRegistry
+from pdq.ports import Board, HandoffLedger, JobQueue, KvStore, KvTransport, TokenBus, WorkerRegistry
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class Connected:
     bus: TokenBus
     ledger: HandoffLedger
     registry: WorkerRegistry
+    board: Board
 
 
 @asynccontextmanager
 async def connect(settings: Settings, name: str) -> AsyncIterator[Connected]:
-    """Open what every program needs: queues, bus, ledger, registry. Streams are created if they are not there yet.
+    """Open what every program needs: queues, bus, ledger, registry, board. Streams are created if they are not there yet.
 
     Raises:
         Unavailable: a server does not answer.
@@ -44,9 +45,11 @@ async def connect(settings: Settings, name: str) -> AsyncIterator[Connected]:
         stack.push_async_callback(ledger.close)
         registry = redis.RedisRegistry(client)
         stack.push_async_callback(registry.close)
+        board = redis.RedisBoard(client)
+        stack.push_async_callback(board.close)
         bus = nats.NatsBus(connection)
         await _listen_for_failpoints(bus, names.worker_subject(name))
-        yield Connected(queue=queue, bus=bus, ledger=ledger, registry=registry)
+        yield Connected(queue=queue, bus=bus, ledger=ledger, registry=registry, board=board)
 
 
 async def _listen_for_failpoints(bus: TokenBus, subject: str) -> None:
