@@ -202,7 +202,8 @@ class Bridge:
             raise refusal.NoSuchRoute(f"there is no {path} here")
         allowed, handler = route
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
-            raise refusal.WrongMethod(f"{path} takes {allowed}, not {method}")
+            allow = "GET, HEAD" if allowed == "GET" else allowed
+            raise refusal.WrongMethod(f"{path} takes {allowed}, not {method}", allowed=allow)
         return handler
 
     # --- Inference ----------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ The parser hands a header over when it is complete. So what it has been fed with
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdq.bridge import refusal
+from pdq.core.errors import InvalidRequest
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Of a URL, and the names and values of all headers and trailers, together."""
@@ -53,7 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         self._silent = 0 if self._spoke else self._silent + len(data)
         if self._silent > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse()
+            self._refuse(_too_large())
 
     def on_message_begin(self) -> None:
         self._head = 0
@@ -74,9 +76,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._head > MAX_HEAD_BYTES:
-            self._refuse()
+            self._refuse(_too_large())
         else:
-            super().send_400_response(msg)
+            self._refuse(refusal.NotHttp(msg))
 
     def _count(self, size: int) -> None:
         self._spoke = True
@@ -84,9 +86,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head > MAX_HEAD_BYTES:
             raise _too_large()  # ends the parsing; `send_400_response` follows
 
-    def _refuse(self) -> None:
-        reply = refusal.refusal(_too_large())
-        head = f"HTTP/1.1 {reply.status} Request Header Fields Too Large\r\ncontent-length: {len(reply.body)}\r\n"
+    def _refuse(self, error: InvalidRequest) -> None:
+        """There is no request that could be answered, so the connection is, and ends."""
+        reply = refusal.refusal(error)
+        head = f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\ncontent-length: {len(reply.body)}\r\n"
         fields = b"".join(b"%b: %b\r\n" % header for header in reply.headers)
         self.transport.write(head.encode() + fields + b"connection: close\r\n\r\n" + reply.body)
         self.transport.close()

@@ -24,12 +24,20 @@ class HeadTooLarge(errors.InvalidRequest):
     code = "headers_too_large"
 
 
+class NotHttp(errors.InvalidRequest):
+    code = "invalid_http"
+
+
 class NoSuchRoute(errors.InvalidRequest):
     code = "not_found"
 
 
 class WrongMethod(errors.InvalidRequest):
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class Reply(NamedTuple):
@@ -44,6 +52,7 @@ _STATUS: Final = {
     BodyTooLarge.code: 413,
     TooSlow.code: 408,
     HeadTooLarge.code: 431,
+    NotHttp.code: 400,
     NoSuchRoute.code: 404,
     WrongMethod.code: 405,
     errors.InvalidMessage.code: 413,
@@ -90,6 +99,8 @@ def refusal(error: errors.PdqError) -> Reply:
     headers: Headers = [JSON]
     if isinstance(error, errors.Refused):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if isinstance(error, WrongMethod):
+        headers.append((b"allow", error.allowed.encode()))
     if isinstance(error, BodyTooLarge):
         headers.append((b"connection", b"close"))  # part of the body may still be unread
     param = error.field if isinstance(error, errors.InvalidRequest) else None

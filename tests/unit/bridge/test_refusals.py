@@ -184,6 +184,7 @@ async def test_unknown_paths_and_methods_get_an_error_body_and_a_request_id(
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
     assert answer.headers["x-request-id"]
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 async def test_every_answer_has_an_id_of_ours_and_echoes_the_clients() -> None:

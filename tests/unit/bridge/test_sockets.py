@@ -79,8 +79,10 @@ async def test_a_request_that_is_no_http_is_refused_and_the_bridge_goes_on() -> 
     async with rig() as world:
         reader, writer = await asyncio.open_connection(*address(world))
         writer.write(b"\x16\x03\x01 junk\r\n\r\n")
-        assert b"400" in await asyncio.wait_for(reader.read(65536), 10)
+        head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
         writer.close()
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
         answer = await world.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     assert answer.choices[0].message.content == ANSWER
 
