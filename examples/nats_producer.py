@@ -22,4 +22,4 @@ async def main(model: str, prompt: str) -> None:
                 sys.exit(end.get("error", {}).get("message") or print(end.get("tail", "")))
 
 
-asyncio.run(main(*sys.argv[1:]))
+asyncio.run(main(*sys.argv[1:]) if len(sys.argv) == 3 else sys.exit(__doc__))

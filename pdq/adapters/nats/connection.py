@@ -313,7 +313,9 @@ class Connection:
         self._last_error = text = f"{type(error).__name__}: {error}"
         if text not in self._reported and not self._closing:
             self._reported.add(text)
-            _log.warning("%s: NATS at %s: %s", self.name, self.where, text)
+            # While it is being opened, who opens it is told by an error that says all this.
+            level = logging.WARNING if self._inbox else logging.INFO
+            _log.log(level, "%s: NATS at %s: %s", self.name, self.where, text)
 
     def _fail_requests(self, why: str) -> None:
         for future in self._replies.values():

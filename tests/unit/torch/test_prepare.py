@@ -6,26 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pdq.core.errors import InvalidSettings
+from pdq.cli.models import DEFAULT, cache
 from pdq.core.messages import Sampling
 from pdq.core.settings import EngineSettings
 from tests.unit.torch.moves import aggregated_seat, decode, generate, ids, work
 from workers.torch.engine import TorchEngine
-from workers.torch.prepare import DEFAULT_MODEL, cache_directory, main, prepare
-
-
-def test_a_model_that_nobody_prepares_is_refused_with_those_that_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(InvalidSettings, match=DEFAULT_MODEL):
-        prepare("nothing", tmp_path)
-    assert main(["nothing", "--cache", str(tmp_path)]) == 1
-    shown = capsys.readouterr()
-    assert (shown.out, "nothing" in shown.err) == ("", True)
+from workers.torch.prepare import main, prepare
 
 
 def test_a_directory_that_exists_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = tmp_path / "models" / DEFAULT_MODEL
+    directory = tmp_path / "models" / DEFAULT["torch"]
     directory.mkdir(parents=True)
     assert main(["--cache", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{directory}\n"
@@ -36,7 +26,7 @@ def test_a_directory_that_exists_is_taken_as_it_is(tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_default_model_answers_and_its_batches_do_not_change_its_bits() -> None:
-    directory = prepare(DEFAULT_MODEL, cache_directory())
+    directory = prepare(DEFAULT["torch"], cache())
     tokenizer = AutoTokenizer.from_pretrained(directory)
     engine = TorchEngine.load(directory, EngineSettings(chunk_tokens=32))
 
