@@ -6,6 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from pdq.core import names
 from pdq.core.messages import Priority
 from pdq.ports.bus import Subscription
 
@@ -72,10 +73,18 @@ class JobQueue(Protocol):
             InvalidMessage: over the broker's size limit.
         """
 
-    async def pull(self, queue: Queue, model: str, *, limit: int, wait_s: float) -> Sequence[Delivery]:
-        """Between 0 and ``limit`` jobs of one priority, the most urgent one that has any; returns as soon as there is at
-        least one, or after ``wait_s``. Cancellable: a job that was on its way to a cancelled pull is delivered again,
-        after ``ack_wait`` at the latest.
+    async def pull(
+        self,
+        queue: Queue,
+        model: str,
+        *,
+        limit: int,
+        wait_s: float,
+        order: Sequence[Priority] = names.PRIORITIES,
+    ) -> Sequence[Delivery]:
+        """Between 0 and ``limit`` jobs of one priority, the first in ``order`` that has any; returns as soon as there is at
+        least one, or after ``wait_s``. ``order`` names every priority once. Cancellable: a job that was on its way to a
+        cancelled pull is delivered again, after ``ack_wait`` at the latest.
 
         Raises:
             Unavailable: the broker was away, or did not answer, until ``wait_s`` had passed.

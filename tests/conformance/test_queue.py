@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from pdq.adapters.processes import Server
+from pdq.core.admission import pull_order
 from pdq.core.errors import InvalidMessage
-from pdq.core.settings import QueueSettings
+from pdq.core.settings import AdmissionSettings, QueueSettings
 from pdq.ports import Delivery, JobQueue, Queue
 from tests.conformance.brokers import ACK_WAIT_S, MemoryPlace, NatsPlace, Place, eventually
 
@@ -142,6 +143,30 @@ async def test_an_interactive_job_overtakes_batch_jobs(queue: JobQueue, model: s
     assert (await one(queue, model)).data == b"batch 0"
     await queue.publish(PREFILL, model, b"now, too")
     assert b"now, too" in {(await one(queue, model)).data, (await one(queue, model)).data}
+
+
+async def test_every_so_many_th_pull_takes_batch_while_both_classes_wait(queue: JobQueue, model: str) -> None:
+    limits = AdmissionSettings(batch_turn=3)
+    for n in range(6):
+        await queue.publish(PREFILL, model, b"interactive %d" % n)
+        await queue.publish(PREFILL, model, b"batch %d" % n, priority="batch")
+    got: list[bytes] = []
+    for pulls in range(9):
+        (job,) = await queue.pull(PREFILL, model, limit=1, wait_s=5, order=pull_order(pulls, limits))
+        got.append(job.data)
+        await job.ack()
+    assert got[2::3] == [b"batch 0", b"batch 1", b"batch 2"]
+    assert got[0::3] + got[1::3] == [b"interactive %d" % n for n in (0, 2, 4, 1, 3, 5)]
+
+
+async def test_a_class_whose_turn_it_is_not_is_served_when_the_other_one_is_empty(queue: JobQueue, model: str) -> None:
+    await queue.publish(PREFILL, model, b"now")
+    (job,) = await queue.pull(PREFILL, model, limit=1, wait_s=5, order=("batch", "interactive"))
+    assert job.data == b"now"
+    pull = asyncio.create_task(queue.pull(PREFILL, model, limit=1, wait_s=5, order=("batch", "interactive")))
+    assert await nothing(queue, model)
+    await queue.publish(PREFILL, model, b"later")
+    assert [job.data for job in await pull] == [b"later"]
 
 
 async def test_an_unacknowledged_job_is_delivered_again_as_the_same_one(queue: JobQueue, model: str) -> None:

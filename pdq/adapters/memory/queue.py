@@ -133,14 +133,22 @@ class MemoryQueue:
         lane.ready[priority].append(job)
         lane.wake.set()
 
-    async def pull(self, queue: Queue, model: str, *, limit: int, wait_s: float) -> Sequence[Delivery]:
+    async def pull(
+        self,
+        queue: Queue,
+        model: str,
+        *,
+        limit: int,
+        wait_s: float,
+        order: Sequence[Priority] = names.PRIORITIES,
+    ) -> Sequence[Delivery]:
         lane = self._lane(queue, model)
         deadline = time.monotonic() + wait_s
         while limit > 0:
             now = time.monotonic()
             await self._take_back(lane, now)
             self._expire(lane, now)
-            if jobs := self._take(lane, limit, now):
+            if jobs := self._take(lane, limit, now, order):
                 return [MemoryDelivery(self, job) for job in jobs]
             if now >= deadline:
                 break
@@ -209,9 +217,9 @@ class MemoryQueue:
             lane = self._lanes[queue, model] = _Lane()
         return lane
 
-    def _take(self, lane: _Lane, limit: int, now: float) -> list[_Job]:
-        for ready in lane.ready.values():
-            if ready:
+    def _take(self, lane: _Lane, limit: int, now: float, order: Sequence[Priority]) -> list[_Job]:
+        for priority in order:
+            if ready := lane.ready[priority]:
                 jobs = [ready.popleft() for _ in range(min(limit, len(ready)))]
                 for job in jobs:
                     job.deliveries += 1

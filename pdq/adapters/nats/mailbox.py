@@ -1,10 +1,11 @@
 """Pulling: one process's requests for the jobs of one (queue, model), over all its priorities.
 
-A pull first *sweeps* each priority's consumer, most urgent first: "give me up to N now, or say that there is none". The
-broker ends every answer by its count or by a status, so a sweep knows when it has all. Only if all are empty does the
-pull *linger*: one standing request for a single job per consumer, answered the moment a job arrives. Standing requests
-outlive the pull that made them and serve the next one, so an idle worker costs the broker one message per
-``LINGER_S`` and priority, and a job that comes in meanwhile takes one hop.
+A pull first *sweeps* each priority's consumer, in the order that the caller wants: "give me up to N now, or say that
+there is none". The broker ends every answer by its count or by a status, so a sweep knows when it has all. Only if all
+are empty does the pull *linger*: one standing request for a single job per consumer, answered the moment a job
+arrives. Standing requests outlive the pull that made them and serve the next one, so an idle worker costs the broker
+one message per ``LINGER_S`` and priority, and a job that comes in meanwhile takes one hop. A consumer with an open
+standing request is not swept: it has nothing, or the request would have ended.
 
 A job that arrives for nobody (its pull was cancelled, or ended by another priority's job) is handed back at once, and
 the broker gives it to another worker. What was asked before the connection was lost is forgotten on both sides.
@@ -12,7 +13,7 @@ the broker gives it to another worker. What was asked before the connection was 
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -21,6 +22,7 @@ from nats.aio.msg import Msg
 from pdq.adapters.nats.connection import Connection, description, status
 from pdq.adapters.nats.jetstream import API
 from pdq.core.errors import Unavailable
+from pdq.core.messages import Priority
 
 LINGER_S: Final = 10.0
 SWEEP_S: Final = 2.0
@@ -105,12 +107,13 @@ class Mailbox:
     def __init__(
         self,
         connection: Connection,
-        consumers: Sequence[tuple[str, str]],
+        stream: str,
+        consumers: Mapping[Priority, str],
         create: Callable[[], Awaitable[None]],
     ) -> None:
-        """``consumers``: (stream, name), most urgent first. ``create`` makes sure that the broker has them."""
+        """``consumers``: the names of those of ``stream``. ``create`` makes sure that the broker has them."""
         self._connection = connection
-        self._taps = [Tap(connection, stream, name, self._settle) for stream, name in consumers]
+        self._taps = {each: Tap(connection, stream, name, self._settle) for each, name in consumers.items()}
         self._create = create
         self._opened = False
         self._created = False
@@ -119,8 +122,8 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         connection.on_lost(self._lost)
 
-    async def pull(self, limit: int, wait_s: float) -> list[Msg]:
-        """Up to ``limit`` jobs, as soon as there is one.
+    async def pull(self, limit: int, wait_s: float, order: Sequence[Priority]) -> list[Msg]:
+        """Up to ``limit`` jobs of the first priority in ``order`` that has any, as soon as there is one.
 
         Raises:
             Unavailable: the broker was away, or did not answer, until ``wait_s`` had passed.
@@ -128,7 +131,7 @@ class Mailbox:
         deadline = self._loop.time() + wait_s
         while True:
             try:
-                if jobs := await self._attempt(limit, deadline):
+                if jobs := await self._attempt(limit, deadline, order):
                     return jobs
                 if self._loop.time() >= deadline:
                     return []
@@ -143,20 +146,20 @@ class Mailbox:
                 else:
                     await self._connection.until_connected(left_s)
 
-    async def _attempt(self, limit: int, deadline: float) -> list[Msg]:
+    async def _attempt(self, limit: int, deadline: float, order: Sequence[Priority]) -> list[Msg]:
         """The jobs that are there, or the first that comes; none when there is reason to look again, or time is up."""
         if not self._connection.connected:
             raise Unavailable(f"not connected to NATS at {self._connection.where}")
         async with self._sweeping:
             if not self._created:
                 await self._prepare()
-            for tap in self._taps:
+            for tap in map(self._taps.__getitem__, order):
                 if self._loop.time() >= tap.standing_until and (jobs := await tap.sweep(limit)):
                     return jobs
             now = self._loop.time()
             if now >= deadline:
                 return []
-            for tap in self._taps:
+            for tap in self._taps.values():
                 if now >= tap.standing_until:
                     await tap.stand(now)
         job = await self._linger(deadline)
@@ -164,7 +167,7 @@ class Mailbox:
 
     async def _prepare(self) -> None:
         if not self._opened:
-            for tap in self._taps:
+            for tap in self._taps.values():
                 await tap.open()
             self._opened = True
         await self._create()
@@ -173,7 +176,7 @@ class Mailbox:
     async def _linger(self, deadline: float) -> Msg | None:
         waiter: asyncio.Future[Msg | None] = self._loop.create_future()
         self._waiters.append(waiter)
-        soonest = min(deadline, *(tap.standing_until for tap in self._taps))
+        soonest = min(deadline, *(tap.standing_until for tap in self._taps.values()))
         timer = self._loop.call_at(soonest, _wake, waiter)
         try:
             return await waiter
@@ -203,7 +206,7 @@ class Mailbox:
             self._connection.post(job.reply, NAK)
 
     def _lost(self) -> None:
-        for tap in self._taps:
+        for tap in self._taps.values():
             tap.forget()
         self._settle(None)
 

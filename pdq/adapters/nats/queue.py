@@ -130,7 +130,15 @@ class NatsQueue:
         if failpoints.armed:
             await failpoints.hit("queue.published")
 
-    async def pull(self, queue: Queue, model: str, *, limit: int, wait_s: float) -> Sequence[Delivery]:
+    async def pull(
+        self,
+        queue: Queue,
+        model: str,
+        *,
+        limit: int,
+        wait_s: float,
+        order: Sequence[Priority] = names.PRIORITIES,
+    ) -> Sequence[Delivery]:
         if limit < 1:
             return []
         if failpoints.armed:
@@ -138,7 +146,7 @@ class NatsQueue:
         mailbox = self._mailboxes.get((queue, model))
         if mailbox is None:
             mailbox = self._mailboxes[queue, model] = self._mailbox(queue, model)
-        return [NatsDelivery(self, queue, model, message) for message in await mailbox.pull(limit, wait_s)]
+        return [NatsDelivery(self, queue, model, message) for message in await mailbox.pull(limit, wait_s, order)]
 
     async def depth(self, queue: Queue, model: str) -> tuple[int, int]:
         waiting = unacknowledged = 0
@@ -224,8 +232,8 @@ class NatsQueue:
             for priority in names.PRIORITIES:
                 await self._create_consumer(queue, model, priority)
 
-        consumers = [(STREAMS[queue], names.consumer(model, priority)) for priority in names.PRIORITIES]
-        return Mailbox(self.connection, consumers, create)
+        consumers: dict[Priority, str] = {each: names.consumer(model, each) for each in names.PRIORITIES}
+        return Mailbox(self.connection, STREAMS[queue], consumers, create)
 
     async def _create_consumer(self, queue: Queue, model: str, priority: str) -> None:
         stream, name, subject = STREAMS[queue], names.consumer(model, priority), _subject(queue, model, priority)
