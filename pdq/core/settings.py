@@ -286,6 +286,10 @@ class ScalingSettings(Struct, frozen=True):
     """About how long a new worker takes to become ready: a queue that will be gone by then calls for none."""
     ready_within_s: Seconds = 180.0
     """A worker that takes longer to become ready is no longer counted on."""
+    metrics_host: str = "127.0.0.1"
+    """Where the autoscaler's own metrics are served."""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0: a free one, which is logged. Give it a number where something scrapes it."""
 
 
 class Settings(Struct, frozen=True):

@@ -94,3 +94,10 @@ class Actuator(Protocol):
         Raises:
             Unavailable: it cannot be done now.
         """
+
+    async def trouble(self, pool: Pool) -> str:
+        """Why workers that shall run do not run, in words; empty if nothing is known to be wrong.
+
+        Raises:
+            Unavailable: it cannot be asked now.
+        """
