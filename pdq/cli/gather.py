@@ -56,10 +56,11 @@ async def reading(system: System, stores: Sequence[KvStore], lease: LeaseSetting
 
 async def _model(system: System, model: str) -> ModelSeen:
     live = tuple(_record(record) for record in await system.ledger.live(model))
+    salt = await system.ledger.salt()
     jobs: list[JobSeen] | None = []
     for queue in Queue:
         stored = await system.queue.stored(queue, model, JOBS_LIMIT)
-        jobs = None if stored is None or jobs is None else jobs + _jobs(queue, model, stored)
+        jobs = None if stored is None or jobs is None else jobs + _jobs(queue, model, stored, salt)
     return ModelSeen(
         model=model,
         live=live,
@@ -112,7 +113,7 @@ class _DecodeJob(Struct):
     job: _PrefillJob
 
 
-def _jobs(queue: Queue, model: str, stored: Iterable[StoredJob]) -> list[JobSeen]:
+def _jobs(queue: Queue, model: str, stored: Iterable[StoredJob], salt: str) -> list[JobSeen]:
     found: list[JobSeen] = []
     for job in stored:
         try:
@@ -123,6 +124,6 @@ def _jobs(queue: Queue, model: str, stored: Iterable[StoredJob]) -> list[JobSeen
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # whoever is delivered it rejects it
         # A producer's job gets its record, under this id, from the first worker that takes it.
-        request_id = name or derive_request_id(job.published_ms, queue.value, model, str(job.sequence))
+        request_id = name or derive_request_id(job.published_ms, salt, queue.value, model, job.sequence)
         found.append(JobSeen(queue.value, job.sequence, job.published_ms, request_id, known=name is not None))
     return found

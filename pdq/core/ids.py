@@ -10,13 +10,13 @@ def mint_request_id(unix_ms: int) -> str:
     return _uuid7(unix_ms, secrets.randbits(74))
 
 
-def derive_request_id(unix_ms: int, *identity: str) -> str:
-    """The UUIDv7 of a job that its producer published without an id.
+def derive_request_id(unix_ms: int, salt: str, queue: str, model: str, sequence: int) -> str:
+    """The UUIDv7 of a job that its producer published without an id, and the broker stored at ``unix_ms``.
 
-    It is a function of the message's place in its stream (``identity``: the ledger's salt, queue, model, sequence), so
-    every redelivery of one message maps to one record, and no producer can choose an id, or guess another's.
+    It is a function of the message's place in its stream and of the ledger's ``salt``, so every redelivery of one message
+    maps to one record, and no producer can choose an id, or guess another's.
     """
-    digest = hashlib.sha256("\x00".join(identity).encode()).digest()
+    digest = hashlib.sha256(f"{salt}\x00{queue}\x00{model}\x00{sequence}".encode()).digest()
     return _uuid7(unix_ms, int.from_bytes(digest[:10], "big") & ((1 << 74) - 1))
 
 

@@ -68,8 +68,7 @@ class Accept:
         settings = self._parts.settings
         max_new = self._max_new_tokens(len(tokens), job.sampling.max_tokens)
         self._salt = self._salt or await self._parts.ledger.salt()
-        identity = (self._salt, queue.value, job.model, str(delivery.sequence))
-        request_id = derive_request_id(delivery.published_ms, *identity)
+        request_id = derive_request_id(delivery.published_ms, self._salt, queue.value, job.model, delivery.sequence)
         key = RecordKey(job.model, request_id)
         waited_ms = max(0, await self._parts.ledger.now_ms() - delivery.published_ms)
         timeout_ms = min(job.timeout_ms or settings.handoff.default_timeout_ms, settings.handoff.max_timeout_ms)

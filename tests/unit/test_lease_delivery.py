@@ -1,12 +1,11 @@
-"""Leases as values, ids, what becomes of a delivered job, and how refusals read."""
+"""Leases as values, what becomes of a delivered job, and how refusals read."""
 
-import uuid
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdq.core import errors, ids
+from pdq.core import errors
 from pdq.core.delivery import MAX_RETRIES_OF_HELD, Ack, Leave, Reject, Retry, backoff_s, verdict
 from pdq.core.lease import Lease, RecordKey, renewal_period_s
 from pdq.core.refusals import refusal
@@ -75,22 +74,6 @@ def test_a_bug_is_rejected_with_its_type() -> None:
 @given(st.integers(1, 10_000))
 def test_backoff_grows_and_is_bounded(deliveries: int) -> None:
     assert 0.1 <= backoff_s(deliveries) <= backoff_s(deliveries + 1) <= 5
-
-
-@given(st.integers(0, 2**48 - 1))
-def test_request_ids_are_uuid7_of_their_time(unix_ms: int) -> None:
-    for text in (ids.mint_request_id(unix_ms), ids.derive_request_id(unix_ms, "STREAM", "7")):
-        parsed = uuid.UUID(text)
-        assert (parsed.version, parsed.variant) == (7, uuid.RFC_4122)
-        assert parsed.int >> 80 == unix_ms
-
-
-places = st.tuples(st.sampled_from(["PREFILL", "LOCAL"]), st.integers(0, 2**40).map(str))
-
-
-@given(st.integers(0, 2**48 - 1), places, places)
-def test_a_derived_id_is_a_function_of_the_messages_place(now: int, one: tuple[str, str], two: tuple[str, str]) -> None:
-    assert (ids.derive_request_id(now, *one) == ids.derive_request_id(now, *two)) == (one == two)
 
 
 REFUSALS = ["RecordNotFound", "RecordEnded", "IllegalTransition", "StaleEpoch", "LeaseHeld", "DeadlineExceeded"]

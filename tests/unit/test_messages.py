@@ -246,7 +246,7 @@ INSTANTS = st.integers(0, 2**48 - 1)
 
 @given(INSTANTS)
 def test_a_request_id_is_a_uuid_of_version_7_that_carries_its_time(unix_ms: int) -> None:
-    for request_id in (mint_request_id(unix_ms), derive_request_id(unix_ms, "stream", "1")):
+    for request_id in (mint_request_id(unix_ms), derive_request_id(unix_ms, "salt", "prefill", "model", 1)):
         parsed = uuid.UUID(request_id)
         assert (parsed.version, parsed.variant) == (7, uuid.RFC_4122)
         assert parsed.int >> 80 == unix_ms
@@ -264,9 +264,9 @@ def test_minted_ids_differ_within_a_millisecond(unix_ms: int) -> None:
     assert len({mint_request_id(unix_ms) for _ in range(100)}) == 100
 
 
-@given(INSTANTS, st.lists(st.tuples(NAME, NAME), unique=True, min_size=2, max_size=5))
+@given(INSTANTS, st.lists(st.tuples(NAME, NAME, NAME, st.integers(1)), unique=True, min_size=2, max_size=5))
 def test_a_derived_id_is_the_same_for_every_delivery_and_differs_between_messages(
-    unix_ms: int, places: list[tuple[str, str]]
+    unix_ms: int, places: list[tuple[str, str, str, int]]
 ) -> None:
     ids = [derive_request_id(unix_ms, *place) for place in places]
     assert ids == [derive_request_id(unix_ms, *place) for place in places]
