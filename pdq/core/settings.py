@@ -292,6 +292,25 @@ class ScalingSettings(Struct, frozen=True):
     """0: a free one, which is logged. Give it a number where something scrapes it."""
 
 
+class KubernetesSettings(Struct, frozen=True):
+    """Where the pools are Deployments. See ``pdq.adapters.kubernetes``."""
+
+    namespace: str = ""
+    """Of the two Deployments; not set: the pod's own, or that of the kubeconfig's context."""
+    prefill_deployment: str = "pdq-prefill"
+    """The Deployment of the prefill workers; the chart's is ``<release>-prefill``."""
+    decode_deployment: str = "pdq-decode"
+    """The Deployment of the decode workers."""
+    context: str = ""
+    """Of the kubeconfig; not set: its current one. In a pod, setting it means: use a kubeconfig."""
+    kubeconfig: str = ""
+    """File; not set: ``KUBECONFIG``, or ``~/.kube/config``. In a pod, setting it means: use it."""
+    service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    """In a pod: the directory with its token, the API server's certificate authority and the namespace."""
+    timeout_s: Seconds = 10.0
+    """For one request to the API server."""
+
+
 class Settings(Struct, frozen=True):
     nats: NatsSettings = NatsSettings()
     redis: RedisSettings = RedisSettings()
@@ -306,6 +325,7 @@ class Settings(Struct, frozen=True):
     drain: DrainSettings = DrainSettings()
     admission: AdmissionSettings = AdmissionSettings()
     scaling: ScalingSettings = ScalingSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
 
 
 # Variables that are not settings of a program but tell commands and tools where things are.
