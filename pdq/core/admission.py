@@ -8,26 +8,32 @@ speed: a pool that is at zero and may start leaves the request to the queue.
 Order and fairness, over queues that are first in, first out:
 
 - *Tenants.* A queue serves its jobs in order, so each tenant's share of the service is its share of the queue. From
-  ``fair_above`` of a class's cap on, ``admit`` lets no tenant hold more of it than its weight's part; the flooding
-  tenant is refused, the others find room, and nobody waits behind more than its share allows.
+  ``fair_above`` of what may wait, or of decode memory, on, ``admit`` lets no tenant hold more of it than its weight's
+  part, and keeps a part for a tenant that is not here yet. So the flooding tenant is refused, the others find room at
+  any time, and nobody waits behind more than its share allows.
 - *Classes.* Each class has a consumer of its own. A worker asks them in the order of ``pull_order``: interactive first,
   except at every ``batch_turn``-th pull.
 - *Work in hand.* A worker asks ``prefill_room`` or ``decode_room`` how many jobs it may pull.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, Literal
 
 from msgspec import Struct
 
 from pdq.core.handoff import State
-from pdq.core.load import Count, Load, Rates
+from pdq.core.load import Count, Load, Rates, total
 from pdq.core.messages import Priority
 from pdq.core.settings import AdmissionSettings
 
 Code = Literal["overloaded", "unavailable", "tenant_limit"]
+
+SAFETY: Final = 1.25
+"""A deadline must be met even if the estimate is a fifth too low: else, at the limit, all that is accepted is late."""
+NEWCOMER: Final = 0.25
+"""The weight that whoever has nothing here yet has in the shares: a tenant that is alone gets 80 %."""
 
 _INTERACTIVE_FIRST: Final[tuple[Priority, ...]] = ("interactive", "batch")
 _BATCH_FIRST: Final[tuple[Priority, ...]] = ("batch", "interactive")
@@ -61,9 +67,9 @@ class Capacity(Struct, frozen=True):
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Of the whole pool; None if it was never measured, or is empty."""
-        speed = self.rates.prefill_tokens_per_s
-        return speed * self.prefill_workers if speed and self.prefill_workers else None
+        """Of the whole pool, also when it is held up by decode; None if it was never measured, or is empty."""
+        speeds = [it for it in (self.rates.prefill_tokens_per_s, self.rates.drained_tokens_per_s) if it]
+        return min(speeds) * self.prefill_workers if speeds and self.prefill_workers else None
 
 
 class Request(Struct, frozen=True):
@@ -73,6 +79,8 @@ class Request(Struct, frozen=True):
     tenant: str = ""
     deadline_s: float = math.inf
     """On the clock of ``now_s``."""
+    queues: bool = True
+    """It will wait for a prefill worker. Not so what a decode worker takes whole, or what was pulled already."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -96,15 +104,14 @@ def admit(
     load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request, now_s: float
 ) -> Admitted | Refused:
     """Whether ``request`` may enter. More load never turns a refusal into an admission."""
-    wait_s = queue_wait_s(load, capacity, limits, request.priority)
+    wait_s = queue_wait_s(load, capacity, limits, request.priority) if request.queues else 0.0
     return (
-        _without_workers(capacity, limits)
+        _without_workers(capacity, limits, request)
         or _tenant_over_its_limits(load, capacity, limits, request)
-        or _queue_full(load, capacity, limits, request)
         or _tenant_over_its_share(load, capacity, limits, request)
+        or _queue_full(load, capacity, limits, request)
         or _decode_full(load, capacity, limits, request)
-        or _handoffs_piled(load, capacity, limits, request)
-        or _too_late(wait_s, limits, request, now_s)
+        or _too_late(wait_s, load, capacity, limits, request, now_s)
         or Admitted(wait_s)
     )
 
@@ -139,21 +146,21 @@ def decode_room(transferring: int, limits: AdmissionSettings) -> int:
     return max(0, limits.transfers_per_worker - transferring)
 
 
-def fair_share(load: Load, limits: AdmissionSettings, priority: Priority, tenant: str) -> float:
-    """``tenant``'s part of a class's queue: its weight over that of every tenant with something in it, itself included."""
+def fair_share(tenants: Iterable[str], limits: AdmissionSettings, tenant: str) -> float:
+    """``tenant``'s part of what ``tenants`` have something of: its weight over that of all of them, itself and the
+    ``NEWCOMER`` included."""
     weights = limits.tenant_weights
-    present = {tenant, *load.queued.get(priority, {})}
-    return weights.get(tenant, 1.0) / sum(weights.get(name, 1.0) for name in present)
+    return weights.get(tenant, 1.0) / (sum(weights.get(name, 1.0) for name in {tenant, *tenants}) + NEWCOMER)
 
 
 # --- The limits, in the order in which they are asked -----------------------------------------------------------------
 
 
-def _without_workers(capacity: Capacity, limits: AdmissionSettings) -> Refused | None:
+def _without_workers(capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
     missing = [
         pool
         for pool, workers in (("prefill", capacity.prefill_workers), ("decode", capacity.decode_workers))
-        if not workers
+        if not workers and (request.queues or pool == "decode")
     ]
     if not missing or capacity.can_start:
         return None
@@ -180,6 +187,49 @@ def _tenant_over_its_limits(
     return None
 
 
+def _tenant_over_its_share(
+    load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request
+) -> Refused | None:
+    """Whoever has nothing of what is scarce may always have one request there."""
+    waiting, class_ = load.queued.get(request.priority, {}), request.priority
+    max_requests, max_tokens = _caps(limits, class_)
+    has, here = waiting.get(request.tenant, _NOTHING), load.tenants.get(request.tenant, _NOTHING)
+    total, rates, speed = _sum(waiting.values()), capacity.rates, capacity.prefill_tokens_per_s
+    room = _decode_room(capacity, limits, class_) if capacity.decode_workers else math.inf
+    reserved, adding = sum(load.reserved_tokens.values()), request.reserved_tokens
+    for what, mine, more, everybodys, cap, rate, tenants in (
+        (
+            f"waiting {class_} requests",
+            has.requests,
+            1,
+            total.requests,
+            max_requests,
+            rates.ended_requests_per_s,
+            waiting,
+        ),
+        (
+            f"waiting {class_} prompt tokens",
+            has.prompt_tokens,
+            request.prompt_tokens,
+            total.prompt_tokens,
+            max_tokens,
+            speed,
+            waiting,
+        ),
+        ("reserved tokens", here.reserved_tokens, adding, reserved, room, rates.freed_tokens_per_s, load.tenants),
+    ):
+        if not mine or everybodys + more <= cap * limits.fair_above:
+            continue
+        allowed = cap * fair_share(tenants, limits, request.tenant)
+        if (over := mine + more - allowed) > 0:
+            why = (
+                f"{mine} of {everybodys} {what} are of tenant {request.tenant!r}, whose fair share is {allowed:.0f} now"
+            )
+            code: Code = "tenant_limit" if request.tenant else "overloaded"
+            return Refused(code, Reason.TENANT_SHARE, why, _retry_s(over, rate, limits))
+    return None
+
+
 def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
     """An empty queue takes any one request."""
     has = _total(load.queued, request.priority)
@@ -200,31 +250,13 @@ def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, reque
     return None
 
 
-def _tenant_over_its_share(
-    load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request
-) -> Refused | None:
-    """Whoever has nothing in the queue may always put one request there."""
-    _, max_tokens = _caps(limits, request.priority)
-    tenants = load.queued.get(request.priority, {})
-    has = tenants.get(request.tenant, Count())
-    waiting = _sum(tenants.values()).prompt_tokens + request.prompt_tokens
-    allowed = max_tokens * fair_share(load, limits, request.priority, request.tenant)
-    over = has.prompt_tokens + request.prompt_tokens - allowed
-    if not has.requests or over <= 0 or waiting <= max_tokens * limits.fair_above:
-        return None
-    why = (
-        f"{has.prompt_tokens} of {waiting - request.prompt_tokens} waiting {request.priority} prompt tokens are of tenant "
-        f"{request.tenant!r}, whose fair share of {max_tokens} is {allowed:.0f} now"
-    )
-    return Refused("tenant_limit", Reason.TENANT_SHARE, why, _retry_s(over, capacity.prefill_tokens_per_s, limits))
-
-
 def _decode_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
-    """Whatever is accepted will need decode memory, wherever it is now. A decode pool that starts is not judged."""
-    if not capacity.decode_workers:
-        return None
-    room = capacity.decode_kv_tokens * limits.decode_overcommit * _part(limits, request.priority)
+    """Whatever is accepted will need decode memory, wherever it is now. A decode pool that starts is not judged, and one
+    that has nothing to do takes any one request."""
     reserved = sum(load.reserved_tokens.values())
+    if not capacity.decode_workers or not reserved:
+        return None
+    room = _decode_room(capacity, limits, request.priority)
     over = reserved + request.reserved_tokens - room
     if over <= 0:
         return None
@@ -235,25 +267,29 @@ def _decode_full(load: Load, capacity: Capacity, limits: AdmissionSettings, requ
     return Refused("overloaded", Reason.DECODE_MEMORY, why, _retry_s(over, capacity.rates.freed_tokens_per_s, limits))
 
 
-def _handoffs_piled(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
-    """Prefill workers whose handoffs nobody fetches stand still: what enters now waits for decode, not for them."""
-    if not capacity.prefill_workers:
-        return None
-    window = capacity.prefill_workers * limits.handoffs_per_prefill_worker * _part(limits, request.priority)
-    ready = load.requests.get(State.READY, 0)
-    if ready < window:
-        return None
-    why = f"{ready} computed prompts wait to be fetched, {capacity.prefill_workers} prefill workers hold {window:.0f}"
-    rate = capacity.rates.ended_requests_per_s
-    return Refused("overloaded", Reason.HANDOFFS, why, _retry_s(ready + 1 - window, rate, limits))
-
-
-def _too_late(wait_s: float | None, limits: AdmissionSettings, request: Request, now_s: float) -> Refused | None:
+def _too_late(
+    wait_s: float | None,
+    load: Load,
+    capacity: Capacity,
+    limits: AdmissionSettings,
+    request: Request,
+    now_s: float,
+) -> Refused | None:
+    """Not only the wait must fit before the deadline, but the service too, as far as it was measured. When prefill workers
+    hold all that they may, it is decode that makes requests late, and the reason says so."""
     left_s = request.deadline_s - now_s
-    if wait_s is None or wait_s <= left_s:
+    service_s = _service_s(capacity.rates, request)
+    needed_s = SAFETY * ((wait_s or 0.0) + service_s)
+    if needed_s <= left_s:
         return None
-    why = f"the wait for prefill is about {wait_s:.1f} s, the deadline is in {max(0.0, left_s):.1f} s"
-    return Refused("overloaded", Reason.DEADLINE, why, _between(wait_s - max(0.0, left_s), limits))
+    ready = load.requests.get(State.READY, 0)
+    held_up = ready >= capacity.prefill_workers * limits.handoffs_per_prefill_worker > 0
+    why = (
+        f"about {wait_s or 0.0:.1f} s of waiting for prefill and {service_s:.1f} s of computing do not fit safely before "
+        f"the deadline in {max(0.0, left_s):.1f} s" + (f"; {ready} computed prompts wait for decode" if held_up else "")
+    )
+    reason = Reason.HANDOFFS if held_up else Reason.DEADLINE
+    return Refused("overloaded", reason, why, _between(needed_s - max(0.0, left_s), limits))
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------------------------
@@ -266,21 +302,23 @@ def _caps(limits: AdmissionSettings, priority: Priority) -> tuple[int, int]:
     return limits.interactive_queued_requests, limits.interactive_queued_tokens
 
 
-def _part(limits: AdmissionSettings, priority: Priority) -> float:
-    return limits.batch_share if priority == "batch" else 1.0
+def _decode_room(capacity: Capacity, limits: AdmissionSettings, priority: Priority) -> float:
+    """Tokens that may be reserved before requests of this class are refused."""
+    part = limits.batch_share if priority == "batch" else 1.0
+    return capacity.decode_kv_tokens * limits.decode_overcommit * part
+
+
+def _service_s(rates: Rates, request: Request) -> float:
+    """How long the request will probably be computed, from pulled to ended; what was not measured counts as nothing."""
+    prefill_s = request.prompt_tokens / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else 0.0
+    rest_s = rates.rest_s or 0.0
+    if rates.rest_s_per_token is not None:
+        rest_s = min(rest_s, rates.rest_s_per_token * request.max_new_tokens)
+    return prefill_s + rest_s
 
 
 def _total(queued: Mapping[Priority, Mapping[str, Count]], priority: Priority) -> Count:
-    return _sum(queued.get(priority, {}).values())
-
-
-def _sum(counts: Iterable[Count]) -> Count:
-    requests = prompt = reserved = 0
-    for count in counts:
-        requests += count.requests
-        prompt += count.prompt_tokens
-        reserved += count.reserved_tokens
-    return Count(requests, prompt, reserved)
+    return total(queued.get(priority, {}).values())
 
 
 def _retry_s(over: float, rate_per_s: float | None, limits: AdmissionSettings) -> float:

@@ -19,7 +19,8 @@ from pdq.core.messages import AccountAnswer, Holding
 
 
 class Books(Struct, frozen=True):
-    """A model's counters (``state:what``, zeros left out) and due list, beside what follows from its records."""
+    """A model's counters (``ready:requests``, ``tenant:acme:prompt_tokens``; zeros left out) and due list, beside what
+    follows from its records."""
 
     counted: Mapping[str, int] = {}
     recounted: Mapping[str, int] = {}

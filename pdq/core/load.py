@@ -4,7 +4,7 @@ Admission and scaling both decide from these numbers and from nothing else about
 going on. All of a ``Load`` is read in one atomic step: a request never shows in two states, or in none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,12 +23,22 @@ class Count(Struct, frozen=True):
     """Prompt plus ``max_new_tokens``: output growth is reserved, not hoped for."""
 
 
+def total(counts: Iterable[Count]) -> Count:
+    requests = prompt = reserved = 0
+    for count in counts:
+        requests += count.requests
+        prompt += count.prompt_tokens
+        reserved += count.reserved_tokens
+    return Count(requests, prompt, reserved)
+
+
 class Load(Struct, frozen=True):
     """One consistent reading of a model's counters.
 
     A ledger moves them in the same step as the record: the first three per live state, ``queued`` while a record is in
     the state of that name, ``tenants`` from acceptance to end. A tenant whose numbers are all zero is left out, so a
-    reading is as large as the number of tenants that have something here now.
+    reading is as large as the number of tenants that have something here now. At any time ``accepted`` is ``ended``
+    plus what the states have: a live request's numbers that are corrected are corrected in both.
     """
 
     requests: Mapping[State, int]
@@ -42,6 +52,29 @@ class Load(Struct, frozen=True):
     """Everything ever accepted; only differences between two readings mean something."""
     ended: Count = Count()
     """Everything that ever ended, in whichever way."""
+
+
+def entered(load: Load, priority: Priority, tenant: str, count: Count) -> Load:
+    """The reading as it would be with ``count`` more accepted, and queued."""
+    queued = load.queued.get(priority, {})
+    return replace(
+        load,
+        requests=_more(load.requests, count.requests),
+        prompt_tokens=_more(load.prompt_tokens, count.prompt_tokens),
+        reserved_tokens=_more(load.reserved_tokens, count.reserved_tokens),
+        queued={**load.queued, priority: {**queued, tenant: _plus(queued.get(tenant), count)}},
+        tenants={**load.tenants, tenant: _plus(load.tenants.get(tenant), count)},
+    )
+
+
+def _more(states: Mapping[State, int], number: int) -> Mapping[State, int]:
+    return {**states, State.QUEUED: states.get(State.QUEUED, 0) + number}
+
+
+def _plus(a: Count | None, b: Count) -> Count:
+    if a is None:
+        return b
+    return Count(a.requests + b.requests, a.prompt_tokens + b.prompt_tokens, a.reserved_tokens + b.reserved_tokens)
 
 
 class Tally(Struct, frozen=True):
@@ -64,6 +97,13 @@ class Rates(Struct, frozen=True):
     ended_requests_per_s: float | None = None
     freed_tokens_per_s: float | None = None
     """Reserved tokens of requests that ended."""
+    drained_tokens_per_s: float | None = None
+    """Prompt tokens that left prefill while prompts waited, per worker: less than it computes when it stands still because
+    nobody fetches what it holds."""
+    rest_s: float | None = None
+    """From a request's computed prompt to its end."""
+    rest_s_per_token: float | None = None
+    """The same, for each token that it may produce."""
 
 
 class _Sums(Struct, frozen=True):
@@ -73,8 +113,15 @@ class _Sums(Struct, frozen=True):
     arrived: float = 0.0
     ended: float = 0.0
     freed: float = 0.0
+    output: float = 0.0
+    """Tokens that those which ended might have produced."""
     computed: float = 0.0
     busy_s: float = 0.0
+    drained: float = 0.0
+    waited_s: float = 0.0
+    """Worker-seconds in which prompts waited, and what left prefill in them."""
+    rest_s: float = 0.0
+    """Request-seconds from a computed prompt to an end."""
 
 
 class Meter(Struct, frozen=True):
@@ -99,13 +146,22 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
     pairs = [(meter.tallies[name], tally) for name, tally in prefill.items() if name in meter.tallies]
     pairs = [(old, new) for old, new in pairs if new.tokens >= old.tokens and new.busy_s >= old.busy_s]
     was, sums = meter.load, meter.sums
+    freed = max(0, load.ended.reserved_tokens - was.ended.reserved_tokens)
+    waited_s = (
+        elapsed * len(prefill) if was.requests.get(State.QUEUED, 0) and load.requests.get(State.QUEUED, 0) else 0.0
+    )
+    drained = load.accepted.prompt_tokens - was.accepted.prompt_tokens - _before_prefill(load) + _before_prefill(was)
     sums = _Sums(
         seconds=sums.seconds * fade + elapsed,
         arrived=sums.arrived * fade + max(0, load.accepted.prompt_tokens - was.accepted.prompt_tokens),
         ended=sums.ended * fade + max(0, load.ended.requests - was.ended.requests),
-        freed=sums.freed * fade + max(0, load.ended.reserved_tokens - was.ended.reserved_tokens),
+        freed=sums.freed * fade + freed,
+        output=sums.output * fade + max(0, freed - load.ended.prompt_tokens + was.ended.prompt_tokens),
         computed=sums.computed * fade + sum(new.tokens - old.tokens for old, new in pairs),
         busy_s=sums.busy_s * fade + sum(new.busy_s - old.busy_s for old, new in pairs),
+        drained=sums.drained * fade + (max(0, drained) if waited_s else 0),
+        waited_s=sums.waited_s * fade + waited_s,
+        rest_s=sums.rest_s * fade + elapsed * (_after_prefill(load) + _after_prefill(was)) / 2,
     )
     # When nobody has computed for long, the last speed still is the best guess.
     known = sums.busy_s > 0.01 and sums.computed > 0
@@ -114,5 +170,17 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
         arrived_tokens_per_s=sums.arrived / sums.seconds,
         ended_requests_per_s=sums.ended / sums.seconds,
         freed_tokens_per_s=sums.freed / sums.seconds,
+        # Prompts leave one by one: a moment of waiting proves nothing.
+        drained_tokens_per_s=sums.drained / sums.waited_s if sums.drained and sums.waited_s > 1.0 else None,
+        rest_s=sums.rest_s / sums.ended if sums.ended >= 0.5 else meter.rates.rest_s,
+        rest_s_per_token=sums.rest_s / sums.output if sums.output >= 0.5 else meter.rates.rest_s_per_token,
     )
     return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
+
+
+def _before_prefill(load: Load) -> int:
+    return load.prompt_tokens.get(State.QUEUED, 0) + load.prompt_tokens.get(State.PREFILLING, 0)
+
+
+def _after_prefill(load: Load) -> int:
+    return load.requests.get(State.READY, 0) + load.requests.get(State.FETCHED, 0)

@@ -12,7 +12,7 @@ from pdq.adapters.redis import RedisLedger, connect
 from pdq.core.handoff import RULES, Event, State
 from pdq.core.layout import KvLayout
 from pdq.core.lease import RecordKey
-from pdq.core.messages import Policy
+from pdq.core.messages import Policy, Priority
 from pdq.core.settings import LeaseSettings, RedisSettings
 from pdq.ports import Changes, HandoffLedger, Load, Locator, LogEntry, NewRecord, Record
 
@@ -40,9 +40,13 @@ class World:
     def key(self) -> RecordKey:
         return RecordKey(self.model, f"r-{next(self.ids)}-{self.model}")
 
-    async def enqueue(self, timeout_ms: int = LONG, policy: Policy | None = None) -> RecordKey:
+    async def enqueue(
+        self, timeout_ms: int = LONG, policy: Policy | None = None, tenant: str = "", priority: Priority = "interactive"
+    ) -> RecordKey:
         key = self.key()
-        new = NewRecord(key, "pdq.tokens.me", 10, 5, timeout_ms, "secret", policy or Policy())
+        new = NewRecord(
+            *(key, "pdq.tokens.me", 10, 5, timeout_ms, "secret", policy or Policy()), tenant=tenant, priority=priority
+        )
         _, created = await self.ledger.enqueue(new)
         assert created
         return key

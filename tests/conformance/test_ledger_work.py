@@ -248,7 +248,7 @@ async def test_books_that_were_tampered_with_tell_and_are_mended(valkey: Server,
         held, hidden, late = [await bring(world, state) for state in (State.READY, State.QUEUED, State.FETCHED)]
         before = await world.ledger.load(model)
         client = Redis.from_url(valkey.url)
-        await client.hset(names.load_key(model), mapping={"ready:requests": 7, "queued:prompt_tokens": "junk"})
+        await client.hset(names.load_key(model), mapping={"ready": "7 70 105", "queued:interactive:": "junk"})
         await client.zadd(names.due_key(model), {"ghost": 1, late.key.request_id: 2**52})
         await client.zrem(names.due_key(model), hidden.key.request_id)
         books = await world.ledger.books(model, mend=True)

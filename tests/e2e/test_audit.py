@@ -122,7 +122,7 @@ def test_what_was_left_behind_by_hand_is_found_and_reclaimed(stack: Stack, tmp_p
     ghost = "0197c0de-0000-7000-8000-00000000dead"
     server.hset(names.tier_key("sim", ghost, 1, "head"), mapping={"pass": "x", "lengths": "[5]"})
     server.set(names.tier_key("sim", ghost, 1, "0.0"), "bytes")
-    server.hincrby(names.load_key("sim"), "queued:requests", 3)
+    server.hset(names.load_key("sim"), "queued:batch:nobody", "3 30 45")
     server.zadd(names.due_key("sim"), {ghost + "1": 2**52})
     lost = NewRecord(RecordKey("sim", ghost + "2"), "pdq.tokens.nobody", 10, 5, 600_000, "secret")
     stack.inside.ask(lambda system: system.ledger.enqueue(lost))

@@ -21,7 +21,8 @@ from pdq.adapters.redis import RedisLedger, connect
 from pdq.core.errors import PdqError
 from pdq.core.handoff import LIVE, Event, Side, State
 from pdq.core.lease import Hold, RecordKey
-from pdq.core.messages import Policy
+from pdq.core.load import Count, total
+from pdq.core.messages import Policy, Priority
 from pdq.core.settings import LeaseSettings, RedisSettings
 from pdq.ports import Changes, NewRecord
 
@@ -32,6 +33,8 @@ STEERED = f"local function clock() return tonumber(redis.call('GET', '{CLOCK_KEY
 SOURCES = ("p1", "p2")
 SINKS = ("d1", "d2")
 REQUESTS = ("r1", "r2")
+CLASSES: dict[str, Priority] = {"r1": "interactive", "r2": "batch"}
+TENANTS = {"r1": "a:b", "r2": ""}
 ENDS = (Event.FINISH, Event.FAIL, Event.CANCEL, Event.EXPIRE)
 OTHER_EVENTS = [event for event in Event if event not in (Event.BEGIN, Event.CLAIM, *ENDS)]
 
@@ -55,6 +58,10 @@ class Model:
     @property
     def live(self) -> bool:
         return self.state in ("queued", "prefilling", "ready", "fetched")
+
+    @property
+    def count(self) -> Count:
+        return Count(1, self.prompt, self.prompt + 7)
 
     def expiry(self) -> int:
         return min([self.deadline, *(lease[2] for lease in (self.source, self.sink) if lease)])
@@ -156,7 +163,9 @@ class Storm(RuleBasedStateMachine):
         for name, timeout in zip(REQUESTS, (1_000, 5_000), strict=True):
             prompt = timeout // 100
             new = NewRecord(
-                self.key(name), "r", prompt, 7, timeout, "s", Policy(max_attempts=max_attempts, retain=retain)
+                *(self.key(name), "r", prompt, 7, timeout, "s", Policy(max_attempts=max_attempts, retain=retain)),
+                tenant=TENANTS[name],
+                priority=CLASSES[name],
             )
             self.run(self.ledger.enqueue(new))
             self.records[name] = Model(self.now + timeout, max_attempts, retain, prompt)
@@ -303,6 +312,11 @@ class Storm(RuleBasedStateMachine):
             assert load.requests[state] == len(there)
             assert load.prompt_tokens[state] == sum(record.prompt for record in there)
             assert load.reserved_tokens[state] == sum(record.prompt + 7 for record in there)
+        there = [(CLASSES[name], TENANTS[name], record) for name, record in self.records.items()]
+        assert load.tenants == {tenant: record.count for _, tenant, record in there if record.live}
+        assert load.queued == {of: {who: record.count} for of, who, record in there if record.state == "queued"}
+        assert load.accepted == total(record.count for _, _, record in there)
+        assert load.ended == total(record.count for _, _, record in there if not record.live)
         late = {name for name, record in self.records.items() if record.live and record.expiry() <= self.now}
         assert {record.key.request_id for record in due} == late
         assert {record.key.request_id for record in live} == {n for n, record in self.records.items() if record.live}

@@ -1,13 +1,13 @@
 """The handoff ledger in this process: the tables of ``pdq.core.handoff``, executed in Python.
 
 It keeps its promise of one atomic step by never awaiting within a method. Counters and the due list are computed from
-the records when somebody asks: there is no second copy that could disagree.
+the records when somebody asks: there is no second copy that could disagree. Only what has ended is kept as a total.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -29,10 +29,13 @@ from pdq.core.handoff import (
 )
 from pdq.core.ids import mint_secret
 from pdq.core.lease import Hold, Lease, RecordKey
+from pdq.core.load import Count, total
+from pdq.core.messages import Priority
 from pdq.core.refusals import refusal
 from pdq.core.settings import LeaseSettings
 from pdq.ports import Changes, Grant, Load, LogEntry, NewRecord, Record
 
+_Name = TypeVar("_Name")
 LOG_LIMIT: Final = 200
 _DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(Record)}
 _NO_KV: Final = {name: _DEFAULTS[name] for name in KV_FIELDS}
@@ -51,6 +54,7 @@ class MemoryLedger:
         self._records: dict[RecordKey, Record] = {}
         self._logs: dict[RecordKey, deque[LogEntry]] = {}
         self._ended: deque[tuple[int, RecordKey]] = deque()
+        self._totals: defaultdict[str, Count] = defaultdict(Count)
         self._models: set[str] = set()
         self._salt = mint_secret()
 
@@ -179,6 +183,7 @@ class MemoryLedger:
         if target.terminal:
             change["ended_ms"] = now
             self._ended.append((now + self._ended_ttl_ms, key))
+            self._totals[key.model] = total((self._totals[key.model], _count(record)))
         self._records[key] = record = replace(record, **change)
         self._log(record, now, event.value, worker, epoch or 0, note)
         return record
@@ -240,12 +245,24 @@ class MemoryLedger:
         return sorted(self._live(model), key=_expiry)
 
     async def load(self, model: str) -> Load:
-        requests, prompt_tokens, reserved_tokens = (dict.fromkeys(LIVE, 0) for _ in range(3))
+        states = dict.fromkeys(LIVE, Count())
+        queued: dict[Priority, dict[str, Count]] = {}
+        tenants: dict[str, Count] = {}
         for record in self._live(model):
-            requests[record.state] += 1
-            prompt_tokens[record.state] += record.prompt_tokens
-            reserved_tokens[record.state] += record.prompt_tokens + record.max_new_tokens
-        return Load(requests, prompt_tokens, reserved_tokens)
+            _add(states, record.state, record)
+            _add(tenants, record.tenant, record)
+            if record.state is State.QUEUED:
+                _add(queued.setdefault(record.priority, {}), record.tenant, record)
+        ended = self._totals[model]
+        return Load(
+            requests={state: count.requests for state, count in states.items()},
+            prompt_tokens={state: count.prompt_tokens for state, count in states.items()},
+            reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
+            queued=queued,
+            tenants=tenants,
+            accepted=total((ended, *states.values())),
+            ended=ended,
+        )
 
     async def books(self, model: str, *, mend: bool = False) -> Books:
         return Books()  # nothing is kept beside the records
@@ -296,6 +313,14 @@ def _running(record: Record, side: Side, now: int) -> bool:
 
 def _holds(record: Record, side: Side, epoch: int, now: int) -> bool:
     return _running(record, side, now) and _lease(record, side).epoch == epoch
+
+
+def _count(record: Record) -> Count:
+    return Count(1, record.prompt_tokens, record.prompt_tokens + record.max_new_tokens)
+
+
+def _add(counts: dict[_Name, Count], name: _Name, record: Record) -> None:
+    counts[name] = total((counts.get(name, Count()), _count(record)))
 
 
 def _expiry(record: Record) -> int:

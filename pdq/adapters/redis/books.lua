@@ -8,9 +8,9 @@
 
 if redis.call('ZCARD', KEYS[1]) > tonumber(ARGV[2]) then return {} end
 
--- Totals since the beginning do not follow from the records that are there now.
+-- What has ended does not follow from the records that are there now.
 local function recountable(name)
-  return not (string.find(name, '^accepted:') or string.find(name, '^ended:'))
+  return name ~= 'ended'
 end
 
 local strays, late = {}, {}
@@ -28,11 +28,9 @@ for i = 1, #listed, 2 do
 end
 
 local counters, recount = {}, {}
-for name, amount in pairs(deltas) do
-  if amount ~= 0 and recountable(name) then
-    recount[#recount + 1] = name
-    recount[#recount + 1] = string.format('%.0f', amount)
-  end
+for name, sum in pairs(deltas) do
+  recount[#recount + 1] = name
+  recount[#recount + 1] = text_of(sum)
 end
 local kept = redis.call('HGETALL', KEYS[2])
 for i = 1, #kept, 2 do

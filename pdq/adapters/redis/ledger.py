@@ -12,11 +12,11 @@ import msgspec
 from redis.asyncio import Redis
 
 from pdq import failpoints
-from pdq.adapters.redis import fields
+from pdq.adapters.redis import counters, fields
 from pdq.adapters.redis.link import Link, Script, client_for, literally, source
 from pdq.core import names
 from pdq.core.audit import Books
-from pdq.core.handoff import KV_FIELDS, RESTS_ON, RULES, Event, Retain, Side, State, predecessors, releases_on
+from pdq.core.handoff import KV_FIELDS, RESTS_ON, RULES, Event, Retain, Side, predecessors, releases_on
 from pdq.core.ids import mint_secret
 from pdq.core.lease import Hold, RecordKey
 from pdq.core.refusals import refusal
@@ -32,7 +32,6 @@ BOOKS_LIMIT: Final = 20_000
 
 _encode = msgspec.json.Encoder().encode
 _log_entry = msgspec.json.Decoder(LogEntry)
-_LIVE: Final = tuple(state for state in State if not state.terminal)
 
 
 class RedisLedger:
@@ -189,13 +188,7 @@ class RedisLedger:
         return [record for record in found if record is not None and not record.state.terminal]
 
     async def load(self, model: str) -> Load:
-        flat = await self._link.call("HGETALL", names.load_key(model))
-        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-
-        def per_state(what: str) -> dict[State, int]:
-            return {state: counters.get(f"{state.value}:{what}", 0) for state in _LIVE}
-
-        return Load(per_state("requests"), per_state("prompt_tokens"), per_state("reserved_tokens"))
+        return counters.load(await self._link.call("HGETALL", names.load_key(model)))
 
     async def books(self, model: str, *, mend: bool = False) -> Books | None:
         keys = (names.due_key(model), names.load_key(model))
@@ -206,8 +199,8 @@ class RedisLedger:
             return None
         counted, recounted, strays, late = reply
         return Books(
-            counted=_figures(counted),
-            recounted=_figures(recounted),
+            counted=counters.figures(counted),
+            recounted=counters.figures(recounted),
             strays=tuple(name.decode() for name in strays),
             late=tuple(name.decode() for name in late),
             unindexed=unindexed,
@@ -261,19 +254,6 @@ def _keys(key: RecordKey) -> tuple[str, str, str, str]:
         names.load_key(model),
         names.due_key(model),
     )
-
-
-def _figures(flat: Sequence[bytes]) -> dict[str, int]:
-    """Counters that are not zero; one that holds no number counts as the impossible -1."""
-    found = {name.decode(): _number(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    return {name: value for name, value in found.items() if value}
-
-
-def _number(value: bytes) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        return -1
 
 
 def _model_of(hold: Hold) -> str:

@@ -13,7 +13,7 @@ local SIDES = {'source', 'sink'}
 
 local now = clock()
 local stored, record, sets, drops = {}, {}, {}, {}
-local scored
+local scored, freed
 local deltas = {}
 
 local function put(field, value)
@@ -72,30 +72,64 @@ local function expiry()
   return at
 end
 
--- Adds the record to the counters of its state, or (sign -1) takes it out; `save` writes the sum.
-local function count(sign)
-  if not live() then return end
-  local prompt, state = tonumber(record.prompt_tokens), record.state
-  local amounts = {requests = 1, prompt_tokens = prompt, reserved_tokens = prompt + tonumber(record.max_new_tokens)}
-  for what, amount in pairs(amounts) do
-    local name = state .. ':' .. what
-    deltas[name] = (deltas[name] or 0) + sign * amount
+-- What the record counts for: itself, its prompt tokens, and these with all output that it may still produce.
+local function amounts()
+  local prompt = tonumber(record.prompt_tokens)
+  return 1, prompt, prompt + tonumber(record.max_new_tokens)
+end
+
+local function add(name, sign, requests, prompt, reserved)
+  local sum = deltas[name]
+  if sum then
+    sum[1], sum[2], sum[3] = sum[1] + sign * requests, sum[2] + sign * prompt, sum[3] + sign * reserved
+  else
+    deltas[name] = {sign * requests, sign * prompt, sign * reserved}
   end
 end
 
--- Two calls, however many counters move: a call costs more than the counting.
+-- Adds the record to the counters of its state and tenant, or (sign -1) takes it out; `save` writes the sum. What is
+-- queued is counted by class and tenant instead. Tenants are any text, so they stand last.
+local function count(sign)
+  if not live() then return end
+  local state, tenant = record.state, record.tenant or ''
+  local place = state == 'queued' and 'queued:' .. record.priority .. ':' .. tenant or state
+  add(place, sign, amounts())
+  add('tenant:' .. tenant, sign, amounts())
+end
+
+-- A counter's three numbers; text that is none counts as nothing, and an audit finds it.
+local function numbers(text)
+  local requests, prompt, reserved = string.match(text or '', '^(%-?%d+) (%-?%d+) (%-?%d+)$')
+  return tonumber(requests or 0), tonumber(prompt or 0), tonumber(reserved or 0)
+end
+
+local function text_of(sum)
+  return string.format('%.0f %.0f %.0f', sum[1], sum[2], sum[3])
+end
+
+local function nothing(sum)
+  return sum[1] == 0 and sum[2] == 0 and sum[3] == 0
+end
+
+-- Few calls, however many counters move: a call costs more than the counting. What has come to zero is left out.
 local function save_counters()
-  local moved, written = {}, {}
+  local moved, written, gone = {}, {}, {}
   for name, delta in pairs(deltas) do
-    if delta ~= 0 then moved[#moved + 1] = name end
+    if not nothing(delta) then moved[#moved + 1] = name end
   end
   if #moved == 0 then return end
   local before = redis.call('HMGET', KEYS[3], unpack(moved))
   for i, name in ipairs(moved) do
-    written[#written + 1] = name
-    written[#written + 1] = tonumber(before[i] or 0) + deltas[name]
+    add(name, 1, numbers(before[i]))
+    if nothing(deltas[name]) then
+      gone[#gone + 1] = name
+    else
+      written[#written + 1] = name
+      written[#written + 1] = text_of(deltas[name])
+    end
   end
-  redis.call('HSET', KEYS[3], unpack(written))
+  if #written > 0 then redis.call('HSET', KEYS[3], unpack(written)) end
+  if #gone > 0 then redis.call('HDEL', KEYS[3], unpack(gone)) end
 end
 
 -- Reads the record; false if there is none.
@@ -103,6 +137,7 @@ local function open()
   stored = redis.call('HGETALL', KEYS[1])
   for i = 1, #stored, 2 do record[stored[i]] = stored[i + 1] end
   count(-1)
+  freed = live() and {amounts()}
   scored = expiry()
   return record.state ~= nil
 end
@@ -111,6 +146,7 @@ local function save()
   if #drops > 0 then redis.call('HDEL', KEYS[1], unpack(drops)) end
   if #sets > 0 then redis.call('HSET', KEYS[1], unpack(sets)) end
   count(1)
+  if freed and not live() then add('ended', 1, unpack(freed)) end
   save_counters()
   local at = expiry()
   if not at then
