@@ -3,9 +3,11 @@
 Only the one that decides exports decisions: a follower's would be old, and a maximum over all would be wrong.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -16,6 +18,8 @@ from pdq.core.errors import InvalidSettings
 from pdq.core.pacing import Cause
 from pdq.core.settings import ScalingSettings
 from pdq.ports import Pool, PoolReport, ScalingReport
+
+log = logging.getLogger(__name__)
 
 _POOL: Final = ("model", "pool")
 
@@ -37,8 +41,9 @@ class Metrics(Collector):
         self._last = report, now_s
         self._decisions.update((pool, said.cause) for pool, said in report.pools.items())
 
-    def serve(self, limits: ScalingSettings) -> tuple[str, Callable[[], None]]:
-        """On a thread of its own; where, and what ends it.
+    @contextmanager
+    def served(self, limits: ScalingSettings) -> Iterator[None]:
+        """By a thread of its own, until the block ends.
 
         Raises:
             InvalidSettings: the address cannot be used.
@@ -51,13 +56,13 @@ class Metrics(Collector):
                 f"the autoscaler's metrics cannot be served on {host}:{port} ({error}): "
                 "set PDQ_SCALING_METRICS_HOST and PDQ_SCALING_METRICS_PORT, 0 for a free port"
             ) from error
-
-        def close() -> None:
+        log.info("metrics of the autoscaler: http://%s:%d/metrics", host, server.server_port)
+        try:
+            yield
+        finally:
             server.shutdown()
             server.server_close()
             thread.join()
-
-        return f"http://{host}:{server.server_port}/metrics", close
 
     def collect(self) -> Iterator[Metric]:
         leader = GaugeMetricFamily("pdq_autoscaler_leader", "1: this one decides", labels=["model"])

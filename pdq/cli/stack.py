@@ -1,8 +1,9 @@
 """A whole pdq on one machine: embedded servers, workers, bridge and reaper as child processes of this one.
 
 Children are started in the order in which they need each other and stopped in the order in which requests flow: the
-bridge first, so that streams can end, then the workers, then the reaper, then the servers. A part that dies is started
-again; one that keeps dying ends the stack, with the end of its log.
+bridge first, so that streams can end, then the workers, then the reaper, then the servers. ``pdq.cli.supervise`` keeps
+them running; how many workers there are is ``pdq.autoscale``'s to say: as planned or as the load wants it, and as
+operators have fixed it.
 """
 
 import asyncio
@@ -13,11 +14,11 @@ import os
 import signal
 import socket
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
 
@@ -25,28 +26,25 @@ import msgspec
 
 from pdq.adapters.processes import Child, Server, nats_server, valkey_server
 from pdq.adapters.shm_segments import segments, unlink_if_dead
+from pdq.autoscale.loop import Autoscaler
+from pdq.autoscale.metrics import Metrics
+from pdq.autoscale.policies import FollowLoad, FollowPlan
 from pdq.cli.find import ENV_FILE, WRITTEN
 from pdq.cli.models import Engine, Model, prepare
 from pdq.cli.programs import bridge_command, worker_command
-from pdq.connect import connect
+from pdq.cli.supervise import OVERDUE_S, Part, Workers
+from pdq.connect import Connected, connect
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, PdqError, Unavailable
-from pdq.core.exits import BAD_INPUT
 from pdq.core.settings import load
 from pdq.ports import Pool
 
 log = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.05
-RESTARTS: Final = 5
-"""A part that ends by itself this often within ``RESTART_WINDOW_S`` is not started again. One that was killed always is:
-whoever kills it, or the kernel for want of memory, says nothing of the part."""
-RESTART_WINDOW_S: Final = 30.0
-GRACE_S: Final = 65.0
-"""For a child to drain before it is killed: a little more than its own deadline."""
-
+CHECK_S: Final = 0.1
 HURRY_S: Final = 5.0
-"""And when nothing is waited for any more: to release what is held."""
+"""For a child to release what it holds, when nothing is waited for any more."""
 
 Mode = Literal["disaggregated", "aggregated", "auto"]
 Progress = Callable[[str], None]
@@ -64,23 +62,11 @@ class Plan:
     decode: int
     port: int
     host: str = "127.0.0.1"
+    autoscale: bool = False
 
 
 class _NotReady(msgspec.Struct):
     missing: list[str] = []
-
-
-@dataclass
-class Part:
-    """A supervised child and when it ended by itself."""
-
-    child: Child
-    failures: list[float] = field(default_factory=list)
-
-    def ended(self, code: int) -> None:
-        """With exit status ``code``; negative: by a signal."""
-        now = time.monotonic()
-        self.failures = [at for at in self.failures if now - at < RESTART_WINDOW_S] + [now] * (code > 0)
 
 
 class Stack:
@@ -88,10 +74,13 @@ class Stack:
         self._plan = plan
         self._progress = progress
         self._servers: list[Server] = []
-        self._parts: list[Part] = []
+        self._parts: dict[str, Part] = {}
+        """All but the workers, by name."""
+        self._workers: Workers | None = None
+        self._autoscaler: Autoscaler | None = None
+        self._metrics = Metrics(plan.model.name)
         self._environ = dict(os.environ)
         self._model = plan.model
-        self._stopping = False
         self.url = f"http://{plan.host}:{plan.port}"
 
     @property
@@ -107,7 +96,7 @@ class Stack:
             InvalidSettings: another stack uses the state directory, or the port is taken.
             Unavailable: a part could not be started.
         """
-        with _locked(self._plan.state_dir):
+        with _locked(self._plan.state_dir), self._exporting():
             _bindable(self._plan.host, self._plan.port)
             await self._try_given_servers()
             try:
@@ -115,26 +104,48 @@ class Stack:
                 self._model = await asyncio.to_thread(prepare, self._plan.model)
                 await self._start_servers()
                 self._write_env()
-                self._start_parts()
-                yield self
-            except PdqError as error:
-                log.error("stopping: %s", error)
-                hurry.set()  # a part is broken for good: waiting for others to drain would only hide that
-                raise
+                async with connect(load(self._environ), "up") as system:
+                    try:
+                        self._start_parts(system)
+                        yield self
+                    except PdqError as error:
+                        log.error("stopping: %s", error)
+                        hurry.set()  # a part is broken for good: waiting for others to drain would only hide that
+                        raise
+                    finally:
+                        await self._stop_parts(hurry)
             finally:
-                self._stopping = True
-                await self._stop(hurry)
+                for server in reversed(self._servers):
+                    await server.stop()
                 (self._plan.state_dir / ENV_FILE).unlink(missing_ok=True)
 
     async def supervise(self) -> None:
-        """Start parts that died again; returns never.
+        """Keep everything running, and the pools at their sizes; returns never.
 
         Raises:
-            Unavailable: a part keeps dying, or an embedded server is gone.
+            Unavailable: bridge or reaper keep dying, or an embedded server is gone.
         """
-        while True:
-            await asyncio.sleep(0.1)
-            self._check()
+        assert self._workers is not None
+        assert self._autoscaler is not None
+        self._workers.settled()
+        scaling = asyncio.ensure_future(self._autoscaler.run())
+        try:
+            while True:
+                await asyncio.sleep(CHECK_S)
+                await self._check()
+                if scaling.done():
+                    scaling.result()  # it runs forever, so this is a defect
+        finally:
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _exporting(self) -> Iterator[None]:
+        if not self._plan.autoscale:
+            yield
+            return
+        with self._metrics.served(load(self._environ).scaling):
+            yield
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -168,26 +179,45 @@ class Stack:
         draft.write_text("".join(f"{variable}={self._environ[variable]}\n" for variable in wanted))
         draft.replace(file)
 
-    def _start_parts(self) -> None:
-        plan = self._plan
-        workers = plan.prefill + plan.decode
+    def _start_parts(self, system: Connected) -> None:
+        plan, settings = self._plan, load(self._environ)
         self._environ["PDQ_HANDOFF_MODE"] = plan.mode
         # More compute threads than cores make every one of them several times slower.
-        self._environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(workers, 1))))
+        workers = max(1, plan.prefill + plan.decode)
+        self._environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
         self._environ.setdefault("HF_HUB_OFFLINE", "1")
+        logs = self._plan.state_dir / "logs"
+        for old in logs.glob("*.log"):
+            old.unlink()  # an earlier run's errors would be taken for this one's
         self._part("reaper", [sys.executable, "-m", "pdq.cli", "reaper"])
-        for pool, count in ((Pool.PREFILL, plan.prefill), (Pool.DECODE, plan.decode)):
-            for number in range(count):
-                self._part(f"{pool}-{number}", worker_command(pool, self._model, plan.engine))
+        self._workers = Workers(
+            lambda pool, worker: worker_command(pool, self._model, plan.engine, worker),
+            {Pool.PREFILL: plan.prefill, Pool.DECODE: plan.decode},
+            model=self._model.name,
+            board=system.board,
+            logs=logs,
+            environ=self._environ,
+            deadline_s=settings.drain.deadline_s,
+        )
+        self._workers.start()
         self._environ["PDQ_BRIDGE_HOST"] = plan.host
         self._environ["PDQ_BRIDGE_PORT"] = str(plan.port)
         self._part("bridge", bridge_command(self._model))
+        self._autoscaler = Autoscaler(
+            model=self._model.name,
+            who=f"pdq up, process {os.getpid()} on {socket.gethostname()}",
+            ledger=system.ledger,
+            registry=system.registry,
+            board=system.board,
+            actuator=self._workers,
+            policy=FollowLoad(settings.scaling) if plan.autoscale else FollowPlan(self._workers.planned),
+            limits=settings.scaling,
+            metrics=self._metrics,
+        )
 
     def _part(self, name: str, argv: Sequence[str]) -> None:
-        part = Part(Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ))
-        part.child.log.unlink(missing_ok=True)  # an earlier run's errors would be taken for this one's
-        self._parts.append(part)
-        part.child.start()
+        child = Child(name, argv, self._plan.state_dir / "logs" / f"{name}.log", self._environ)
+        self._parts[name] = Part(child.start())
 
     async def ready(self) -> None:
         """Returns when requests can be served.
@@ -197,7 +227,7 @@ class Stack:
         """
         last = ""
         while True:
-            self._check()
+            await self._check()
             missing = await asyncio.to_thread(_missing, self.url)
             if missing is None:
                 return
@@ -208,41 +238,38 @@ class Stack:
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    async def _check(self) -> None:
         for server in self._servers:
             if (code := server.child.returncode) is not None:
                 raise Unavailable(f"{server.name} exited with {code}:\n{server.child.log_tail()}")
-        for part in self._parts:
-            code = part.child.returncode
-            if code is None or self._stopping:
-                continue
-            if code == BAD_INPUT:
-                raise InvalidSettings(f"{part.child.name} refuses to run:\n{part.child.log_tail()}")
-            part.ended(code)
-            if len(part.failures) >= RESTARTS:
-                raise Unavailable(f"{part.child.name} exited with {code}:\n{part.child.log_tail()}")
-            log.warning("%s exited with %d, starting it again", part.child.name, code)
-            part.child.start()
+        for part in self._parts.values():
+            part.check()
+        if self._workers is not None:
+            await self._workers.check()
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 
-    async def _stop(self, hurry: asyncio.Event) -> None:
+    async def _stop_parts(self, hurry: asyncio.Event) -> None:
+        settings = load(self._environ)
+        grace_s = settings.drain.deadline_s + OVERDUE_S
         hurrying = asyncio.ensure_future(self._hurry(hurry))
-        order = ("bridge", "prefill", "decode", "reaper")
-        for kind in order:
-            children = [part.child for part in self._parts if part.child.name.startswith(kind)]
-            await asyncio.gather(*(child.stop(GRACE_S) for child in children))
-        for server in reversed(self._servers):
-            await server.stop()
+        for children in self._children():
+            await asyncio.gather(*(child.stop(grace_s) for child in children))
         hurrying.cancel()
-        for segment in segments(Path(load(self._environ).transport.shm_dir)):
+        for segment in segments(Path(settings.transport.shm_dir)):
             unlink_if_dead(segment, early=True)  # of workers that had to be killed, and what they kept in the tier
+
+    def _children(self) -> list[list[Child]]:
+        """In the order in which they are stopped."""
+        workers = [self._workers.children(pool) for pool in Pool] if self._workers is not None else []
+        bridge, reaper = ([self._parts[name].child] if name in self._parts else [] for name in ("bridge", "reaper"))
+        return [bridge, *workers, reaper]
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
         await hurry.wait()
         for number, pause_s in ((signal.SIGTERM, HURRY_S), (signal.SIGKILL, 0)):
-            for part in self._parts:
-                part.child.signal(number)
+            for child in chain.from_iterable(self._children()):
+                child.signal(number)
             await asyncio.sleep(pause_s)
 
 

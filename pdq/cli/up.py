@@ -30,6 +30,12 @@ StackStateDir = Annotated[
     Path,
     typer.Option("--state-dir", envvar="PDQ_STATE_DIR", help="Where logs, data and the addresses (file `env`) go."),
 ]
+Autoscale = Annotated[
+    bool,
+    typer.Option(
+        "--autoscale", help="Let the number of workers follow the load, within `PDQ_SCALING_*` (see `pdq settings`)."
+    ),
+]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the bridge, 0 for a free one.")]
 
 
@@ -40,17 +46,19 @@ def up(
     model: ModelOption = None,
     engine: EngineOption = "torch",
     mode: ModeOption = "disaggregated",
+    autoscale: Autoscale = False,
     state_dir: StackStateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Start everything on this machine and stay up: servers, workers, bridge, reaper.
 
     Prints one line with `ready` and the base URL when requests can be served, and runs until Ctrl-C or SIGTERM; then
     streams are finished and nothing is left behind. With PDQ_NATS_URL and PDQ_REDIS_URL set, your servers are used and
-    none are started.
+    none are started. `pdq scale` changes the number of workers while it runs; with --autoscale they follow the load, from
+    the numbers given here.
     """
     from pdq import runtime
 
-    plan = make_plan(port, prefill, decode, model, engine, mode, state_dir)
+    plan = make_plan(port, prefill, decode, model, engine, mode, state_dir, autoscale)
 
     async def run(lifecycle: runtime.Lifecycle) -> None:
         with Waiting() as waiting:
@@ -68,11 +76,24 @@ def up(
 
 
 def make_plan(
-    port: int, prefill: int, decode: int, model: str | None, engine: models.Engine, mode: Mode, state_dir: Path
+    port: int,
+    prefill: int,
+    decode: int,
+    model: str | None,
+    engine: models.Engine,
+    mode: Mode,
+    state_dir: Path,
+    autoscale: bool = False,
 ) -> Plan:
     """The plan for these options."""
     from pdq.adapters.processes import free_port
 
+    if autoscale and (mode == "aggregated" or not prefill):
+        # From its first workers a system learns what its model can take, and how fast.
+        raise InvalidSettings(
+            "--autoscale sizes two pools and starts with a worker in each: leave --mode aggregated and --prefill 0 out. "
+            "Idle pools go to zero by themselves where PDQ_SCALING_PREFILL_MIN and PDQ_SCALING_DECODE_MIN are 0"
+        )
     if prefill == 0 and mode == "disaggregated":
         raise InvalidSettings("--prefill 0 leaves nobody to prefill: add --mode aggregated, or a prefill worker")
     return Plan(
@@ -83,6 +104,7 @@ def make_plan(
         prefill=prefill,
         decode=decode,
         port=port or free_port(),
+        autoscale=autoscale,
     )
 
 
