@@ -14,7 +14,9 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdq.core import names
 from pdq.core.errors import PdqError
+from pdq.core.load import total
 from pdq.ports import HandoffLedger, JobQueue, Load, Pool, Queue, WorkerInfo, WorkerRegistry
 
 FRESH_S: Final = 1.0
@@ -117,6 +119,9 @@ class Readings(Collector):
             f"Requests (up to {OVERDUE_LIMIT}) of which a lease or the deadline ran out, and no reaper has acted on it",
             labels=["model"],
         )
+        labels = ["model", "class"]
+        queued = GaugeMetricFamily("pdq_queued_requests", "Requests that wait for prefill", labels=labels)
+        queued_prompts = GaugeMetricFamily("pdq_queued_prompt_tokens", "Their prompt tokens", labels=labels)
         for model, load in reading.loads.items():
             for state, count in load.requests.items():
                 requests.add_metric((model, state.value), count)
@@ -125,10 +130,16 @@ class Readings(Collector):
             for state, tokens in load.reserved_tokens.items():
                 reserved.add_metric((model, state.value), tokens)
             overdue.add_metric((model,), reading.overdue[model])
+            for priority in names.PRIORITIES:
+                waiting = total(load.queued.get(priority, {}).values())
+                queued.add_metric((model, priority), waiting.requests)
+                queued_prompts.add_metric((model, priority), waiting.prompt_tokens)
         yield requests
         yield prompts
         yield reserved
         yield overdue
+        yield queued
+        yield queued_prompts
 
     def _of_workers(self, reading: _Reading) -> Iterator[Metric]:
         pools = [(model, pool) for model in self._models for pool in Pool]

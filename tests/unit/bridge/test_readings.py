@@ -8,8 +8,10 @@ from pdq.adapters.memory.registry import MemoryRegistry
 from pdq.bridge.metrics import Metrics
 from pdq.bridge.readings import FRESH_S, Readings
 from pdq.core.errors import Unavailable
+from pdq.core.handoff import Event
+from pdq.core.lease import RecordKey
 from pdq.core.settings import LeaseSettings, QueueSettings
-from pdq.ports import Pool, Queue, WorkerInfo
+from pdq.ports import NewRecord, Pool, Queue, WorkerInfo
 from tests.unit.bridge.harness import MODEL, rig, worker_info
 
 
@@ -29,8 +31,8 @@ class World:
         self.now = 0.0
         self.registry = Registry()
         self.queue = MemoryQueue(QueueSettings())
-        ledger = MemoryLedger(LeaseSettings())
-        self.readings = Readings([MODEL], self.queue, ledger, self.registry, lambda: self.now)
+        self.ledger = MemoryLedger(LeaseSettings())
+        self.readings = Readings([MODEL], self.queue, self.ledger, self.registry, lambda: self.now)
         self.metrics = Metrics()
         self.metrics.registry.register(self.readings)
 
@@ -56,6 +58,18 @@ async def test_dead_letters_are_counted() -> None:
     [delivery] = await world.queue.pull(Queue.DECODE, MODEL, limit=1, wait_s=1)
     await delivery.reject("invalid_message", "not a job")
     assert f'pdq_dead_letters{{model="{MODEL}"}} 1.0' in await world.scrape()
+
+
+async def test_what_waits_for_prefill_is_told_by_class_over_all_tenants() -> None:
+    world = World()
+    for number, (tenant, priority) in enumerate((("a", "batch"), ("b", "batch"), ("", "interactive"))):
+        new = NewRecord(RecordKey(MODEL, f"r{number}"), "r", 10, 5, 60_000, "s", tenant=tenant, priority=priority)  # type: ignore[arg-type]
+        await world.ledger.enqueue(new)
+    await world.ledger.acquire(RecordKey(MODEL, "r2"), Event.BEGIN, "prefill-1", 10_000)
+    text = await world.scrape()
+    assert f'pdq_queued_requests{{class="batch",model="{MODEL}"}} 2.0' in text
+    assert f'pdq_queued_prompt_tokens{{class="batch",model="{MODEL}"}} 20.0' in text
+    assert f'pdq_queued_requests{{class="interactive",model="{MODEL}"}} 0.0' in text
 
 
 async def test_a_pool_without_workers_is_reported_as_zero_not_left_out() -> None:
