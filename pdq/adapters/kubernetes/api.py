@@ -117,6 +117,8 @@ async def open_client(settings: KubernetesSettings) -> tuple[ApiClient, str]:
         else:
             namespace = _by_service_account(settings, configuration)
         made = ApiClient(configuration)
+    except TimeoutError as error:
+        raise InvalidSettings(f"the kubeconfig's program gave no token within {settings.timeout_s:g} s") from error
     except (ConfigException, OSError) as error:
         raise InvalidSettings(f"no way to a Kubernetes API server: {error}") from error
     made.user_agent = "pdq"
