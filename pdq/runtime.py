@@ -1,9 +1,12 @@
 """How every pdq program lives and ends: one event loop, one logging set-up, one two-stage shutdown.
 
-    running ──first SIGTERM or SIGINT──▶ draining ──work done, or deadline, or second signal──▶ stopped
+    serving ──told to, or first SIGTERM or SIGINT──▶ draining ──work done, or deadline, or second signal──▶ stopped
+       ▲                                                 │
+       └──────────told to, unless a signal came──────────┘
 
 *Draining*: pull nothing new, finish what runs. *Stopped*: cancel what is left, release it, close. Programs get a
-``Lifecycle`` and never install signal handlers themselves.
+``Lifecycle`` and never install signal handlers themselves. A signal is final, because whoever sent it will kill the
+process when its patience is over.
 """
 
 import asyncio
@@ -15,38 +18,66 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any
 
 import uvloop
 
 from pdq.core.errors import PdqError
 from pdq.core.exits import exit_status
-
-DRAIN_DEADLINE_S: Final = 60.0
+from pdq.core.settings import DrainSettings, load
 
 log = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """The two stages of shutdown as events to wait for."""
+    """The stages as events to wait for. ``serving`` is the contrary of ``draining``."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = DrainSettings().deadline_s) -> None:
+        self.serving = asyncio.Event()
+        self.serving.set()
         self.draining = asyncio.Event()
         self.stopped = asyncio.Event()
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline_s = deadline_s
+        self._deadline: tuple[float, asyncio.TimerHandle] | None = None
+        self._signalled = False
 
-    def drain(self, deadline_s: float = DRAIN_DEADLINE_S) -> None:
-        """First stage; the second follows after ``deadline_s`` at the latest. Asking again is the second stage."""
-        if self.draining.is_set():
+    def signal(self) -> None:
+        """SIGTERM or SIGINT: drain, and do not come back; the second one stops."""
+        if self._signalled:
             self.stop()
-            return
-        log.info("draining: finishing what runs, for at most %.0f s", deadline_s)
+        else:
+            self._signalled = True
+            self.drain()
+
+    def drain(self, deadline_s: float | None = None) -> None:
+        """Finish, and stop after ``deadline_s`` at the latest. Asked again, the new deadline counts; after a signal only if
+        it is earlier."""
+        loop = asyncio.get_running_loop()
+        at = loop.time() + (self._deadline_s if deadline_s is None else deadline_s)
+        if self._deadline is not None:
+            former, timer = self._deadline
+            at = min(at, former) if self._signalled else at
+            timer.cancel()
+        log.info("draining: finishing what runs, for at most %.0f s", at - loop.time())
+        self._deadline = at, loop.call_at(at, self.stop)
+        self.serving.clear()
         self.draining.set()
-        self._deadline = asyncio.get_running_loop().call_later(deadline_s, self.stop)
+
+    def undrain(self) -> bool:
+        """Serve again. False: it does already, or has to leave."""
+        if self._deadline is None or self._signalled or self.stopped.is_set():
+            return False
+        log.info("draining no more: serving again")
+        self._deadline[1].cancel()
+        self._deadline = None
+        self.draining.clear()
+        self.serving.set()
+        return True
 
     def stop(self) -> None:
         if self._deadline is not None:
-            self._deadline.cancel()
+            self._deadline[1].cancel()
+        self.serving.clear()
         self.draining.set()
         self.stopped.set()
 
@@ -103,8 +134,8 @@ def run(program: str, main: Callable[[Lifecycle], Coroutine[Any, Any, None]]) ->
 
 
 async def _with_signals(main: Callable[[Lifecycle], Coroutine[Any, Any, None]]) -> None:
-    lifecycle = Lifecycle()
+    lifecycle = Lifecycle(load(os.environ).drain.deadline_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lifecycle.drain)
+        loop.add_signal_handler(number, lifecycle.signal)
     await main(lifecycle)

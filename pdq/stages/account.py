@@ -73,6 +73,10 @@ class Account:
         entry = self._entries[grant.record.key.request_id, grant.epoch]
         entry.hold = Hold(entry.hold.key, Side.SINK, entry.hold.epoch)
 
+    def doing(self, what: Doing) -> int:
+        """How many requests are at ``what`` now."""
+        return sum(entry.doing == what for entry in self._entries.values())
+
     def holdings(self) -> list[Holding]:
         return [entry.holding() for entry in self._entries.values()]
 

@@ -1,4 +1,4 @@
-"""The loop between a work queue and a worker: pull while there is room, handle, give the verdict.
+"""The loop between a work queue and a worker: pull while there is room and the worker serves, handle, give the verdict.
 
 What becomes of a job is ``pdq.core.delivery.verdict`` of the error that ended its handling, and is carried out here
 and nowhere else. A job whose handling is cut by shutdown goes back to the queue at once.
@@ -12,12 +12,15 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from pdq import failpoints
+from pdq.core import admission
 from pdq.core.delivery import Ack, Leave, Reject, Retry, verdict
 from pdq.core.errors import PdqError
 from pdq.core.messages import JobInHand
-from pdq.ports import Delivery, JobQueue, Queue
+from pdq.ports import Delivery, Queue
+from pdq.runtime import Lifecycle
 from pdq.stages.account import elapsed_ms
 from pdq.stages.keepalive import Keepalive
+from pdq.stages.parts import Parts
 from pdq.stages.room import Room
 
 log = logging.getLogger(__name__)
@@ -38,21 +41,33 @@ class Consumer:
 
     def __init__(
         self,
-        jobs: JobQueue,
+        parts: Parts,
         queue: Queue,
-        model: str,
         room: Room,
+        free: Callable[[], int],
         handle: Handle,
         keepalive: Keepalive,
     ) -> None:
-        self._jobs = jobs
+        """``free``: how many jobs of this queue may be pulled now; ``room`` knows when to ask again."""
+        self._parts = parts
         self._queue = queue
-        self._model = model
         self._room = room
+        self._free = free
         self._handle = handle
         self._keepalive = keepalive
+        self._pulls = 0
+        self._pulling = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_hand: dict[Delivery, float] = {}
+
+    def __len__(self) -> int:
+        """How many jobs were pulled and have no verdict yet."""
+        return len(self._in_hand)
+
+    @property
+    def idle(self) -> bool:
+        """It does not pull, and has no job in hand."""
+        return not self._pulling and not self._in_hand
 
     def in_hand(self) -> list[JobInHand]:
         """The jobs that have no verdict yet."""
@@ -61,33 +76,35 @@ class Consumer:
             for delivery, since in self._in_hand.items()
         ]
 
-    async def run(self, draining: asyncio.Event) -> None:
-        """Pull until ``draining`` is set, then return when the last job has its verdict. Cancelling cuts them off."""
-        pulling = asyncio.ensure_future(self._pull_forever())
-        drain = asyncio.ensure_future(draining.wait())
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Pull while the worker serves, and not while it drains; forever. Cancelling cuts the jobs in hand off."""
         try:
-            await asyncio.wait({pulling, drain}, return_when=asyncio.FIRST_COMPLETED)
-            if pulling.done():
-                pulling.result()
-            pulling.cancel()
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            while True:
+                await lifecycle.serving.wait()
+                self._pulling = True
+                try:
+                    await lifecycle.until(lifecycle.draining, self._pull_forever())
+                finally:
+                    self._pulling = False
+                    self._room.changed()
         finally:
-            for task in (pulling, drain, *self._tasks):
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(pulling, drain, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _pull_forever(self) -> None:
         while True:
-            await self._room.wait()
+            await self._room.until(lambda: self._free() > 0)
+            order = admission.pull_order(self._pulls, self._parts.settings.admission)
             try:
-                deliveries = await self._jobs.pull(
-                    self._queue, self._model, limit=self._room.free(), wait_s=PULL_WAIT_S
+                deliveries = await self._parts.jobs.pull(
+                    self._queue, self._parts.model, limit=self._free(), wait_s=PULL_WAIT_S, order=order
                 )
             except PdqError as error:
                 log.warning("cannot pull from %s (%s): %s", self._queue, error.code, error)
                 await asyncio.sleep(0.5)
                 continue
+            self._pulls += 1
             for delivery in deliveries:
                 task = asyncio.create_task(self._one(delivery))
                 self._tasks.add(task)

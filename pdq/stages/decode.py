@@ -76,6 +76,8 @@ class DecodeStage:
         self._room = room
         self._recovery = Recovery(parts)
         self._finisher = Finisher(parts)
+        self.landed = 0
+        """Of the jobs in hand, those whose KV is complete here."""
 
     async def handle(self, delivery: Delivery) -> None:
         job = decode(delivery.data, DecodeJob)
@@ -112,12 +114,15 @@ class DecodeStage:
                 raise  # its prefill still runs: nothing is lost, and the next try may find it complete
             await self._recovery.kv_lost(taken.job, now, grant.epoch, error)
             return
+        self.landed += 1
+        self._room.changed()
         try:
             known = await self._recovery.sent(taken.job, landed.record)
             source = landed.record.source
             await self._take_over(grant, landed)
             await self._decode(taken, work, grant, landed, known)
         finally:
+            self.landed -= 1
             landed.seat.leave()
         await self._let_all_go(landed.record, source)
 

@@ -89,8 +89,9 @@ class LocalStage:
         self._parts.account.now(grant, "computing", run, run.plan.total)
         try:
             started = time.monotonic()
-            async for _ in run.chunks():
-                pass
+            with self._parts.busy.computing():
+                async for _ in run.chunks():
+                    pass
             note = {
                 "prefill_ms": round((time.monotonic() - started) * 1000, 3),
                 "prompt_tokens": len(work.tokens),

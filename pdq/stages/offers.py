@@ -103,7 +103,6 @@ class Offers:
         # A bound method is a new object each time, and the keepalive compares callbacks by identity.
         self._on_lost: Callable[[Hold], None] = lambda hold: self.let_go(hold.key.request_id, hold.epoch)
         self._releasing: dict[asyncio.Task[None], Held | None] = {}
-        self._gone = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._held) + len(self._releasing)
@@ -186,7 +185,6 @@ class Offers:
         del self._releasing[task]
         if not task.cancelled() and (error := task.exception()):
             log.error("release failed", exc_info=error)
-        self._gone.set()
         self._freed()
 
     async def release(self, ref: HandoffRef, run: PrefillRun) -> None:
@@ -223,12 +221,6 @@ class Offers:
         """What this worker keeps for others to fetch, or is just letting go of."""
         kept = [held.holding("held") for held in self._held.values()]
         return kept + [held.holding("releasing") for held in self._releasing.values() if held]
-
-    async def empty(self) -> None:
-        """Until nothing is held any more."""
-        while len(self):
-            self._gone.clear()
-            await self._gone.wait()
 
     async def close(self) -> None:
         for request_id in list(self._held):

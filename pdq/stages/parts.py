@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, Tokenizer
 from pdq.stages.account import Account
+from pdq.stages.busy import Busy
 from pdq.stages.outbox import Outbox
 
 
@@ -22,3 +23,5 @@ class Parts:
     transports: Mapping[str, KvTransport]
     max_context: int
     account: Account = field(default_factory=Account)
+    busy: Busy = field(default_factory=Busy)
+    """With prefill, in whichever pool."""

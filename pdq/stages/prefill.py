@@ -109,7 +109,8 @@ class PrefillStage:
         try:
             if failpoints.armed:
                 await failpoints.hit("prefill.admitted", grant.record.key.request_id)
-            await self._compute(attempt)
+            with self._parts.busy.computing():
+                await self._compute(attempt)
             await self._hand_over(attempt)
         finally:
             if not attempt.held:

@@ -30,9 +30,9 @@ class Room:
         """To be called by whoever gives something back."""
         self._changed.set()
 
-    async def wait(self) -> None:
-        """Until there is room."""
-        while self.free() <= 0:
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look whenever something has changed, and return once ``condition`` holds."""
+        while not condition():
             await self._change()
 
     async def take(self, reserve: Callable[[], T], patience_s: float | None = None) -> T:

@@ -1,12 +1,14 @@
 """KV that must make room is moved to a tier, and its record says so: it is fetched from there and not computed again.
 
-Two occasions: this worker leaves while somebody still has to fetch from it, or KV that nobody fetches keeps it from serving
-those who wait. Only what is old enough goes then: decode workers that keep up come for it sooner.
+Three occasions. This worker stops while somebody still has to fetch from it: all of it goes. It drains and shall not wait
+for fetches: what nobody is fetching just now goes. Or KV that nobody fetches keeps it from serving those who wait: the
+oldest goes, one at a time, and only what is old enough, because decode workers that keep up come for it sooner.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -33,15 +35,18 @@ class Spill:
         self._offers = offers
         self._room = room
         self._tiers = [parts.transports[name] for name in settings.spill]
+        self.leaving = False
+        """The worker drains, and shall not wait for fetches."""
 
     async def run(self) -> None:
-        """Make room while requests wait for it, and look after what lies in tiers; forever."""
+        """Make room while somebody waits for it, and look after what lies in tiers; forever."""
         while True:
             await asyncio.sleep(PERIOD_S)
             self._offers.prune()
             try:
-                if self._tiers and (held := await self._in_the_way()):
-                    await self._move(held)
+                if self._tiers:
+                    for held in await self._in_the_way():
+                        await self._move(held)
             except PdqError as error:
                 log.warning("nothing is spilled now (%s): %s", error.code, error)
 
@@ -56,19 +61,26 @@ class Spill:
                 move.cancel()
             await asyncio.gather(*moves, return_exceptions=True)
 
-    async def _in_the_way(self) -> Held | None:
-        """The oldest handoff that nobody is about to fetch, if somebody waits for its room."""
-        old = [held for held in self._offers.oldest() if time.monotonic() - held.since >= AGE_S]
+    async def _in_the_way(self) -> list[Held]:
+        """The handoffs that shall go now."""
+        if self.leaving:
+            return await self._unclaimed(self._offers.oldest())
+        now, parts = time.monotonic(), self._parts
+        old = [held for held in self._offers.oldest() if now - held.since >= AGE_S]
         if not old or self._room.free() > 0:
-            return None
-        parts = self._parts
+            return []
         if not self._room.starved and not (await parts.jobs.depth(Queue.PREFILL, parts.model))[0]:
-            return None
-        records = await parts.ledger.read_many([held.ref.key for held in old])
-        for held, record in zip(old, records, strict=True):
-            if record is not None and not (record.state is State.READY and record.sink is not None):
-                return held
-        return None
+            return []
+        return (await self._unclaimed(old))[:1]
+
+    async def _unclaimed(self, those: Sequence[Held]) -> list[Held]:
+        """Those that nobody is about to fetch."""
+        records = await self._parts.ledger.read_many([held.ref.key for held in those])
+        return [
+            held
+            for held, record in zip(those, records, strict=True)
+            if record is not None and not (record.state is State.READY and record.sink is not None)
+        ]
 
     async def _move(self, held: Held) -> None:
         ref, ledger, tier = held.ref, self._parts.ledger, self._tiers[0]

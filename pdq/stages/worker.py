@@ -5,13 +5,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
-from pdq.core import errors, names
-from pdq.core.messages import AccountAnswer, Cancel, Control, Drain, OfferedHandoff, Release, Resend
+from pdq.core import admission, errors, names
+from pdq.core.messages import AccountAnswer, Cancel, Control, Drain, OfferedHandoff, Release, Resend, Undrain
 from pdq.core.settings import Settings
 from pdq.ports import (
     HandoffLedger,
@@ -79,7 +79,7 @@ class Worker:
         self._engine = engine
         self._registry = registry
         self._started_ms = time.time_ns() // 1_000_000
-        self._draining = False
+        self._state: Literal["ready", "draining"] = "ready"
         self._keepalive = Keepalive(ledger, registry, settings.lease, settings.queue, self.info)
         self._conductor = Conductor(self._parts, self._keepalive)
         self._room = Room(self._free)
@@ -100,9 +100,10 @@ class Worker:
             occupancy=self._occupancy(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="draining" if self._draining else "ready",
+            state=self._state,
             started_ms=self._started_ms,
             aggregated=self._pool is Pool.DECODE and self._parts.settings.handoff.mode == "aggregated",
+            spill=self._parts.settings.transport.spill if self._pool is Pool.PREFILL else (),
         )
 
     def _occupancy(self) -> Occupancy:
@@ -111,6 +112,8 @@ class Worker:
             running=len(self._conductor),
             held=len(self._offers) if self._offers is not None else 0,
             served=self._conductor.taken,
+            busy_s=self._parts.busy.seconds,
+            transfers=self._parts.account.doing("fetching"),
         )
 
     def account(self) -> AccountAnswer:
@@ -133,10 +136,14 @@ class Worker:
 
     def _free(self) -> int:
         """Requests that may be pulled now."""
-        engine = self._engine.occupancy()
+        if not self._engine.occupancy().free_blocks:
+            return 0
+        settings, in_hand = self._parts.settings, sum(map(len, self._consumers))
         held = len(self._offers) if self._offers is not None else 0
-        taken = len(self._conductor) + held
-        return max(0, self._parts.settings.engine.max_running - taken) if engine.free_blocks else 0
+        free = max(0, settings.engine.max_running - in_hand - held)
+        if self._pool is Pool.PREFILL:
+            free = min(free, admission.prefill_room(held, in_hand, settings.admission))
+        return free
 
     # --- how it lives -------------------------------------------------------------------------------------------------
 
@@ -177,27 +184,37 @@ class Worker:
     async def _serve(
         self, consumers: Sequence[Consumer], lifecycle: Lifecycle, always: Sequence[asyncio.Future[None]]
     ) -> None:
-        drained = asyncio.ensure_future(self._until_drained(consumers, lifecycle))
+        """Until it has drained. Cancelling hands back what runs."""
+        forever = [*always, *(asyncio.ensure_future(consumer.run(lifecycle)) for consumer in consumers)]
+        drained = asyncio.ensure_future(self._until_drained(lifecycle))
         try:
-            await asyncio.wait({drained, *always}, return_when=asyncio.FIRST_COMPLETED)
-            for task in always:
+            await asyncio.wait({drained, *forever}, return_when=asyncio.FIRST_COMPLETED)
+            for task in forever:
                 if task.done():  # it runs forever, so this is a defect, and the worker must not live on without it
                     task.result()
             await drained
         finally:
-            drained.cancel()
-            await asyncio.gather(drained, return_exceptions=True)
+            own = [drained, *forever[len(always) :]]
+            for task in own:
+                task.cancel()
+            await asyncio.gather(*own, return_exceptions=True)
 
-    async def _until_drained(self, consumers: Sequence[Consumer], lifecycle: Lifecycle) -> None:
-        async with asyncio.TaskGroup() as group:
-            for consumer in consumers:
-                group.create_task(consumer.run(lifecycle.draining))
+    async def _until_drained(self, lifecycle: Lifecycle) -> None:
+        """Until it drains and has nothing left; a drain that is called off does not count."""
+        while not (lifecycle.draining.is_set() and self._has_nothing()):
             await lifecycle.draining.wait()
-            self._draining = True
-            await _quietly(self._keepalive.announce())
-        if self._offers is not None:
-            # A source stays until its last KV is fetched or released.
-            await self._offers.empty()
+            await self._become("draining")
+            await lifecycle.until(lifecycle.serving, self._room.until(self._has_nothing))
+            if lifecycle.serving.is_set():
+                await self._become("ready")
+
+    async def _become(self, state: Literal["ready", "draining"]) -> None:
+        self._state = state
+        await _quietly(self._keepalive.announce())
+
+    def _has_nothing(self) -> bool:
+        """No job in hand, and no KV that somebody still has to fetch."""
+        return all(consumer.idle for consumer in self._consumers) and not self._offers
 
     async def _sweep(self) -> None:
         """What a source that was killed left on this host is gone within a lease TTL."""
@@ -218,8 +235,15 @@ class Worker:
             return [self._consumer(Queue.PREFILL, stage.handle)]
         fetcher = Fetcher(self._parts.transports, self._parts.settings.transport)
         decode = DecodeStage(self._parts, self._engine, self._conductor, fetcher, self._batch, self._room)
+
+        def free() -> int:
+            """What is fetched already takes no part of the way any more."""
+            return min(self._room.free(), admission.decode_room(len(handoffs) - decode.landed, limits))
+
+        limits = self._parts.settings.admission
+        handoffs = self._consumer(Queue.DECODE, decode.handle, free)
         consumers = [
-            self._consumer(Queue.DECODE, decode.handle),
+            handoffs,
             self._consumer(Queue.LOCAL, self._local(Queue.LOCAL)),
         ]
         if self._parts.settings.handoff.mode == "aggregated":
@@ -230,8 +254,8 @@ class Worker:
         stage = LocalStage(self._parts, self._engine, self._conductor, self._batch, self._room, queue, self._keepalive)
         return stage.handle
 
-    def _consumer(self, queue: Queue, handle: Handle) -> Consumer:
-        return Consumer(self._parts.jobs, queue, self._parts.model, self._room, handle, self._keepalive)
+    def _consumer(self, queue: Queue, handle: Handle, free: Callable[[], int] | None = None) -> Consumer:
+        return Consumer(self._parts, queue, self._room, free or self._room.free, handle, self._keepalive)
 
     # --- what it hears ------------------------------------------------------------------------------------------------
 
@@ -247,8 +271,16 @@ class Worker:
                     self._offers.let_go(request_id)
             case Resend():
                 self._spawn(self._outbox.resend(message))
-            case Drain(deadline_ms) if lifecycle is not None:
+            case Drain(deadline_ms, spill) if lifecycle is not None:
+                self._hurry(spill)
                 lifecycle.drain(deadline_ms / 1000)
+            case Undrain() if lifecycle is not None:
+                if lifecycle.undrain():
+                    self._hurry(False)
+
+    def _hurry(self, spill: bool) -> None:
+        if self._spill is not None:
+            self._spill.leaving = spill
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_quietly(work))

@@ -140,12 +140,12 @@ def test_min_tokens_and_logprobs_hold_across_the_resume_point(two_sinks: Stack) 
 
 @pytest.mark.parametrize("policy", [KEPT, RESUME], ids=["kept", "recomputed"])
 def test_a_worker_that_leaves_hands_its_streams_over(two_sinks: Stack, policy: PolicyWish) -> None:
-    """A second signal while it drains: it does not wait for its sequences any more. It knows what it has sent, so even a
+    """Its time is over before its sequences have ended: it does not wait for them any more. It knows what it has sent, so even a
     requester that answers nothing loses nothing."""
 
     async def hurry(system: Any, stream: Stream) -> None:
-        for _ in range(2):
-            await system.bus.control(names.worker_subject(stream.workers[-1]), Drain())
+        for deadline_ms in (60_000, 0):
+            await system.bus.control(names.worker_subject(stream.workers[-1]), Drain(deadline_ms))
 
     undisturbed = request(two_sinks, PROMPT, sampling())
     stream = request(two_sinks, PROMPT, sampling(), policy, at={DIES_AT: hurry}, answers=False)
