@@ -1,13 +1,10 @@
-"""Actuators that change nothing: for whoever scales by the exported figures, or wants to see first what would be done."""
+"""Deciding without doing: for whoever scales by the exported figures, or wants to see first what would be done."""
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pdq.ports import Actuator, Board, Pool, ScalingReport, WorkerRegistry
-
-log = logging.getLogger(__name__)
+from pdq.ports import Board, Pool, ScalingReport, WorkerRegistry
 
 
 class Advise:
@@ -28,26 +25,6 @@ class Advise:
 
     async def trouble(self, pool: Pool) -> str:
         return ""
-
-
-class DryRun:
-    """Another actuator's eyes without its hands."""
-
-    def __init__(self, actuator: Actuator) -> None:
-        self._actuator = actuator
-
-    @property
-    def name(self) -> str:
-        return f"{self._actuator.name}, dry run"
-
-    async def sizes(self) -> Mapping[Pool, int]:
-        return await self._actuator.sizes()
-
-    async def scale(self, pool: Pool, replicas: int, leaving_first: Sequence[str]) -> None:
-        log.info("dry run: would scale %s to %d; first to leave: %s", pool, replicas, ", ".join(leaving_first) or "-")
-
-    async def trouble(self, pool: Pool) -> str:
-        return await self._actuator.trouble(pool)
 
 
 class Onlooker:
