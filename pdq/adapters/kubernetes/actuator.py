@@ -32,8 +32,18 @@ NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """Of objects in Kubernetes."""
 
 
+OnChange = Callable[[Request], None]
+
+
+def _nobody(request: Request) -> None:
+    """Nobody wants to know."""
+
+
 class KubernetesActuator:
-    """``Actuator`` over two Deployments of one namespace. With ``rehearse`` it reads, and changes nothing."""
+    """``Actuator`` over two Deployments of one namespace. With ``rehearse`` it reads, and changes nothing.
+
+    ``on_change`` gets every request that changes something, or would.
+    """
 
     name: Final = "kubernetes"
 
@@ -44,6 +54,7 @@ class KubernetesActuator:
         deployments: Mapping[Pool, str],
         timeout_s: float = 10.0,
         rehearse: bool = False,
+        on_change: OnChange = _nobody,
     ) -> None:
         for name in (namespace, *deployments.values()):
             if not NAME.fullmatch(name):
@@ -52,8 +63,7 @@ class KubernetesActuator:
         self._namespace = namespace
         self._deployments = deployments
         self._rehearse = rehearse
-        self.changes: list[Request] = []
-        """All requests that have changed something, or would have."""
+        self._on_change = on_change
 
     async def sizes(self) -> Mapping[Pool, int]:
         return {pool: (await self._scale(pool)).spec.replicas for pool in self._deployments}
@@ -143,11 +153,10 @@ class KubernetesActuator:
         ]
 
     def _resize(self, pool: Pool, read: Scale, replicas: int) -> Request:
-        body = {"metadata": {"resourceVersion": read.metadata.resource_version}, "spec": {"replicas": replicas}}
-        return Request("PATCH", self._scale_path(pool), content_type=MERGE, body=body)
+        return _resized(self._scale_path(pool), read.metadata.resource_version, replicas)
 
     def _scale_path(self, pool: Pool) -> str:
-        return f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{self._deployments[pool]}/scale"
+        return _scale_path(self._namespace, self._deployments[pool])
 
     async def _scale(self, pool: Pool) -> Scale:
         return await self._api.read(Request("GET", self._scale_path(pool)), Scale)
@@ -169,7 +178,7 @@ class KubernetesActuator:
                     raise Unavailable(f"gave up after {ATTEMPTS} attempts: {error}") from error
 
     async def _change(self, request: Request) -> None:
-        self.changes.append(request)
+        self._on_change(request)
         if self._rehearse:
             return
         try:
@@ -180,14 +189,34 @@ class KubernetesActuator:
             # It has gone since it was listed, which is what a cost is for.
 
 
+def _scale_path(namespace: str, deployment: str) -> str:
+    return f"/apis/apps/v1/namespaces/{namespace}/deployments/{deployment}/scale"
+
+
+def _resized(path: str, version: str, replicas: int) -> Request:
+    body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
+    return Request("PATCH", path, content_type=MERGE, body=body)
+
+
+def outline(settings: KubernetesSettings, pool: Pool, replicas: int) -> Sequence[Request]:
+    """What resizing a pool asks and sends, as far as that is known without an API server that answers."""
+    path = _scale_path(settings.namespace or "default", _deployments(settings)[pool])
+    return Request("GET", path), _resized(path, "<that of the answer>", replicas)
+
+
+def _deployments(settings: KubernetesSettings) -> Mapping[Pool, str]:
+    return {Pool.PREFILL: settings.prefill_deployment, Pool.DECODE: settings.decode_deployment}
+
+
 @asynccontextmanager
-async def connect(settings: KubernetesSettings, rehearse: bool = False) -> AsyncIterator[KubernetesActuator]:
+async def connect(
+    settings: KubernetesSettings, rehearse: bool = False, on_change: OnChange = _nobody
+) -> AsyncIterator[KubernetesActuator]:
     """As the settings, and the place where this program runs, say.
 
     Raises:
         InvalidSettings: there is no way to an API server, or a name is none.
     """
     made, namespace = await open_client(settings)
-    deployments = {Pool.PREFILL: settings.prefill_deployment, Pool.DECODE: settings.decode_deployment}
     async with made:
-        yield KubernetesActuator(made, namespace, deployments, settings.timeout_s, rehearse)
+        yield KubernetesActuator(made, namespace, _deployments(settings), settings.timeout_s, rehearse, on_change)
