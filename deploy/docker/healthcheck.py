@@ -2,7 +2,8 @@
 
 A bridge answers over HTTP. A worker has no port: it says every few seconds in Redis that it lives, so it is looked up
 there, by this container's host name. ``--lenient`` is for liveness probes: a worker that holds sequences must not be killed
-because Redis cannot be asked. Without it, "cannot be asked" is not healthy, as a readiness probe wants.
+because Redis cannot be asked. Without it, "cannot be asked" is not healthy, as a readiness probe wants. ``--model`` is for
+all probes whose failure restarts the container: a worker of that model which an operator has sent away idles, and is well.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def bridge() -> str | None:
         return f"{url}: {error}"
 
 
-async def worker(lenient: bool) -> str | None:
+async def worker(lenient: bool, model: str | None) -> str | None:
     """What is wrong, or None."""
     from pdq.adapters import redis
     from pdq.core import names
@@ -45,7 +46,10 @@ async def worker(lenient: bool) -> str | None:
                 if remembered and await client.exists(names.worker_key(remembered)):
                     return None
                 registered = await redis.RedisRegistry(client).workers()
-                mine = [info.worker for info in registered if info.host == socket.gethostname()]
+                host = socket.gethostname()
+                mine = [info.worker for info in registered if info.host == host]
+                if not mine and model and host in await redis.RedisBoard(client).away(model):
+                    return None
             finally:
                 await client.aclose()
     except (PdqError, OSError, TimeoutError) as error:
@@ -60,8 +64,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("role", choices=["bridge", "worker"])
     parser.add_argument("--lenient", action="store_true", help="healthy as long as nothing says otherwise")
+    parser.add_argument("--model", help="a worker of this model is healthy, too, while it is sent away")
     arguments = parser.parse_args()
-    wrong = bridge() if arguments.role == "bridge" else asyncio.run(worker(arguments.lenient))
+    wrong = bridge() if arguments.role == "bridge" else asyncio.run(worker(arguments.lenient, arguments.model))
     if wrong is not None:
         print(wrong, file=sys.stderr)
     return int(wrong is not None)

@@ -12,7 +12,6 @@ import pytest
 from pdq.bridge.server import CLOSE_S
 from pdq.core import names
 from pdq.core.settings import load
-from pdq.runtime import DRAIN_DEADLINE_S
 from tests.contract.chart import CASES, CHART, MODEL, Rendered, container, invalid, labels, pod, selects
 from tests.contract.deployed import parse, unknown_settings
 
@@ -166,11 +165,20 @@ def test_workers_tell_each_other_the_address_of_their_pod() -> None:
 
 
 def test_pods_have_time_to_drain() -> None:
-    programs = rendered("torch").programs
+    chart = rendered("torch")
+    hook = container(chart.programs["bridge"])["lifecycle"]["preStop"]["exec"]["command"]
     for component in ("bridge", *WORKERS):
-        assert pod(programs[component])["terminationGracePeriodSeconds"] >= DRAIN_DEADLINE_S + CLOSE_S
-    hook = container(programs["bridge"])["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod(programs["bridge"])["terminationGracePeriodSeconds"] >= int(hook[1]) + DRAIN_DEADLINE_S + CLOSE_S
+        needed = float(environment(chart, component)["PDQ_DRAIN_DEADLINE_S"]) + CLOSE_S
+        needed += int(hook[1]) if component == "bridge" else 0
+        assert pod(chart.programs[component])["terminationGracePeriodSeconds"] >= needed
+
+
+def test_a_worker_keeps_its_name_when_its_container_is_started_again() -> None:
+    for pool in WORKERS:
+        program = container(rendered("torch").programs[pool])
+        assert program["args"][-2:] == ["--id", "$(POD_NAME)"]
+        [name] = [entry for entry in program["env"] if entry["name"] == "POD_NAME"]
+        assert name["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
 
 
 def test_probes_and_service_use_the_port_that_the_bridge_listens_on() -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from pdq.bridge.server import CLOSE_S
 from pdq.core import names
-from pdq.runtime import DRAIN_DEADLINE_S
+from pdq.core.settings import DrainSettings
 from tests.contract.deployed import DEPLOY, SETTINGS, parse, unknown_settings
 
 ROOT = DEPLOY.parent
@@ -189,7 +189,7 @@ def test_compose_services_wait_for_servers_that_report_health(variant: str) -> N
 @every_variant
 def test_compose_gives_programs_time_to_drain_and_no_shell_in_between(variant: str) -> None:
     for service in programs(variant).values():
-        assert int(service["stop_grace_period"].removesuffix("s")) >= DRAIN_DEADLINE_S + CLOSE_S
+        assert int(service["stop_grace_period"].removesuffix("s")) >= DrainSettings().deadline_s + CLOSE_S
         assert isinstance(service["command"], list)
         if "entrypoint" in service:
             assert service["entrypoint"][0] == "/usr/bin/tini"

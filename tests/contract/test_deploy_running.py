@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from pdq.adapters.redis import RedisBoard
 from pdq.core.handoff import State
 from tests.contract.chart import CASES, Rendered, container
 from tests.contract.deployed import DEPLOY
@@ -189,3 +191,13 @@ def test_a_worker_that_no_longer_says_that_it_lives_is_dead(stack: Stack, forgot
     (Path(forgotten["TMPDIR"]) / "pdq-worker").write_text(stack.workers()[0].worker)
     empty = {"PDQ_REDIS_URL": stack.environ["PDQ_REDIS_URL"].replace("/0", "/1")}
     assert health(stack, "worker", "--lenient", **forgotten, **empty).returncode == 1
+
+
+async def test_a_worker_that_was_sent_away_is_well_but_not_ready(stack: Stack, forgotten: dict[str, str]) -> None:
+    empty = {"PDQ_REDIS_URL": stack.environ["PDQ_REDIS_URL"].replace("/0", "/1")}
+    board = RedisBoard(empty["PDQ_REDIS_URL"])
+    await board.send_away("sim", socket.gethostname())
+    await board.close()
+    assert health(stack, "worker", "--model", "sim", **forgotten, **empty).returncode == 0
+    assert health(stack, "worker", "--model", "other", **forgotten, **empty).returncode == 1
+    assert health(stack, "worker", **forgotten, **empty).returncode == 1
