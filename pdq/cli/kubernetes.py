@@ -66,7 +66,7 @@ def place(
 
 @asynccontextmanager
 async def actuator(
-    settings: KubernetesSettings, rehearse: bool, on_change: Callable[["Request"], None]
+    settings: KubernetesSettings, rehearse: bool, on_change: Callable[["Request"], None] = lambda request: None
 ) -> AsyncIterator["KubernetesActuator"]:
     """See ``KubernetesActuator``.
 
@@ -88,7 +88,10 @@ def _adapter() -> ModuleType:
 def scale(
     settings: KubernetesSettings, wanted: Mapping[Pool, int | None], state_dir: Path, dry_run: bool, as_json: bool
 ) -> None:
-    """Give pools these sizes."""
+    """Give pools these sizes; with none given, show those that they have."""
+    if not wanted:
+        _show_sizes(settings, as_json)
+        return
     sizes = {pool: replicas for pool, replicas in wanted.items() if replicas is not None}
     if automatic := [pool for pool in wanted if pool not in sizes]:
         raise InvalidRequest(
@@ -114,6 +117,15 @@ def scale(
             return [request for pool, replicas in sizes.items() for request in outline(settings, pool, replicas)]
 
     _show(asyncio.run(work()), dry_run, as_json)
+
+
+def _show_sizes(settings: KubernetesSettings, as_json: bool) -> None:
+    async def work() -> Mapping[Pool, int]:
+        async with actuator(settings, rehearse=True) as kubernetes:
+            return await kubernetes.sizes()
+
+    sizes = asyncio.run(work())
+    typer.echo(msgspec.json.encode(sizes) if as_json else " ".join(f"{pool}={size}" for pool, size in sizes.items()))
 
 
 def drain(settings: KubernetesSettings, worker: str, dry_run: bool, as_json: bool) -> None:

@@ -11,6 +11,7 @@ server refuses (409), and everything is read and decided again. All that is ever
 ``Request``, so a rehearsal shows exactly what a real run would send.
 """
 
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,18 +26,13 @@ from pdq.core.errors import InvalidRequest, InvalidSettings, Unavailable
 from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool
 
+log = logging.getLogger(__name__)
+
 MERGE: Final = "application/merge-patch+json"
 ATTEMPTS: Final = 5
 """How often a size is decided anew because the Deployment has changed meanwhile."""
 NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """Of objects in Kubernetes."""
-
-
-OnChange = Callable[[Request], None]
-
-
-def _nobody(request: Request) -> None:
-    """Nobody wants to know."""
 
 
 class KubernetesActuator:
@@ -54,7 +50,7 @@ class KubernetesActuator:
         deployments: Mapping[Pool, str],
         timeout_s: float = 10.0,
         rehearse: bool = False,
-        on_change: OnChange = _nobody,
+        on_change: Callable[[Request], None] = lambda request: None,
     ) -> None:
         for name in (namespace, *deployments.values()):
             if not NAME.fullmatch(name):
@@ -178,6 +174,7 @@ class KubernetesActuator:
                     raise Unavailable(f"gave up after {ATTEMPTS} attempts: {error}") from error
 
     async def _change(self, request: Request) -> None:
+        log.info("%s %s %s %s", "would send" if self._rehearse else "sends", request.method, request.path, request.body)
         self._on_change(request)
         if self._rehearse:
             return
@@ -210,7 +207,9 @@ def _deployments(settings: KubernetesSettings) -> Mapping[Pool, str]:
 
 @asynccontextmanager
 async def connect(
-    settings: KubernetesSettings, rehearse: bool = False, on_change: OnChange = _nobody
+    settings: KubernetesSettings,
+    rehearse: bool = False,
+    on_change: Callable[[Request], None] = lambda request: None,
 ) -> AsyncIterator[KubernetesActuator]:
     """As the settings, and the place where this program runs, say.
 
