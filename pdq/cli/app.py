@@ -8,12 +8,14 @@ import typer
 
 from pdq.cli import (
     audit,
+    autoscaler,
     cancel,
     demo,
     failpoints,
     leases,
     programs,
     publish,
+    scale,
     schemas,
     settings,
     simulate,
@@ -53,6 +55,7 @@ def _program(
 app.command()(up.up)
 app.command()(demo.demo)
 app.command()(status.status)
+app.command()(scale.scale)
 app.command()(leases.leases)
 app.command()(audit.audit)
 app.command()(trace.trace)
@@ -61,6 +64,7 @@ app.command()(publish.publish)
 app.command()(programs.bridge)
 app.command()(programs.worker)
 app.command()(programs.reaper)
+app.command()(autoscaler.autoscaler)
 app.command()(settings.settings)
 app.command()(failpoints.failpoints)
 app.command()(schemas.schemas)

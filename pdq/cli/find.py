@@ -15,7 +15,7 @@ import typer
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Unavailable
 from pdq.core.settings import Settings, load, variables_of
-from pdq.ports import HandoffLedger, JobQueue, TokenBus, WorkerRegistry
+from pdq.ports import Board, HandoffLedger, JobQueue, TokenBus, WorkerRegistry
 
 T = TypeVar("T")
 
@@ -35,6 +35,10 @@ StateDir = Annotated[
 ]
 DEFAULT_STATE_DIR: Final = Path(".pdq")
 
+OfModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="The model's name in requests. Not needed where only one is served."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -49,6 +53,23 @@ class System(Protocol):
     def ledger(self) -> HandoffLedger: ...
     @property
     def registry(self) -> WorkerRegistry: ...
+    @property
+    def board(self) -> Board: ...
+
+
+async def served_model(system: System, named: str | None) -> str:
+    """The model that ``--model`` names; not given, the one that there is.
+
+    Raises:
+        InvalidSettings: there are several.
+        Unavailable: there is none.
+    """
+    known = sorted({it.model for it in await system.registry.workers()} | set(await system.ledger.models()))
+    if named is not None or len(known) == 1:
+        return named or known[0]
+    if known:
+        raise InvalidSettings(f"several models are served, name one with --model: {', '.join(known)}")
+    raise Unavailable("no model is served, and none ever was: start workers, or name the model with --model")
 
 
 def environment(state_dir: Path) -> dict[str, str]:

@@ -30,3 +30,25 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+class Progress:
+    """What a command waits for, on stderr: one line that changes on a terminal, else a line for each change."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+        self._live = sys.stderr.isatty()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._shown and self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def show(self, line: str) -> None:
+        if line != self._shown:
+            print(
+                f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True
+            )
+        self._shown = line
