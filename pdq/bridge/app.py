@@ -9,43 +9,34 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pdq import failpoints
-from pdq.bridge import openai, refusal, sse
+from pdq.bridge import caller, openai, refusal, sse
+from pdq.bridge.exchange import ClientGone, Exchange, Receive, Scope
 from pdq.bridge.fleet import Fleet
 from pdq.bridge.metrics import CONTENT_TYPE, Metrics
 from pdq.bridge.openai import ChatRequest, CompletionRequest
 from pdq.bridge.readings import Readings
-from pdq.bridge.reply import Channel, Reply, Send, StreamReply, WholeReply
+from pdq.bridge.reply import Reply, Send, StreamReply, WholeReply
 from pdq.bridge.requests import InFlight, Stream
-from pdq.core import errors
-from pdq.core.ids import mint_request_id, mint_secret
+from pdq.core import admission, errors
+from pdq.core.ids import mint_secret
 from pdq.core.lease import RecordKey
 from pdq.core.messages import PolicyWish, PrefillJob, Sampling, encode
-from pdq.core.names import HEADER_CLIENT_REQUEST_ID, HEADER_REQUEST_ID, HEADER_TIMEOUT_MS
+from pdq.core.routing import Route
 from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, NewRecord, Queue, TokenBus, Tokenizer, WorkerRegistry
+from pdq.stages.census import Census
+from pdq.stages.gate import Gate
 
 log = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
 LARGE_BODY: Final = 20_000
 """Bytes; rendering and tokenizing more than this would hold the loop for more than a few milliseconds."""
-CLIENT_ID_LENGTH: Final = 256
 READY_TIMEOUT_S: Final = 2.0
-DISCARD_BYTES: Final = 64 * 1024 * 1024
-DISCARD_S: Final = 10.0
-BODY_S: Final = 60.0
-"""How long a client may take to send a body."""
-
-_REQUEST_ID: Final = HEADER_REQUEST_ID.encode()
-_CLIENT_REQUEST_ID: Final = HEADER_CLIENT_REQUEST_ID.encode()
-_TIMEOUT_MS: Final = HEADER_TIMEOUT_MS.encode()
 
 
 @dataclass(frozen=True)
@@ -63,92 +54,19 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
-class Exchange:
-    """One HTTP request and the channel back."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.request_id = mint_request_id(time.time_ns() // 1_000_000)
-        self.receive = receive
-        answer_headers = [(_REQUEST_ID, self.request_id.encode())]
-        self.client_id = ""
-        if theirs := self.headers.get(_REQUEST_ID):
-            self.client_id = "".join(c for c in theirs.decode("latin-1") if c.isprintable())[:CLIENT_ID_LENGTH]
-            answer_headers.append((_CLIENT_REQUEST_ID, self.client_id.encode("latin-1")))
-        self.channel = Channel(send, answer_headers)
-
-    async def body(self, limit: int) -> bytes:
-        """The whole body.
-
-        Raises:
-            BodyTooLarge: over ``limit``, as announced or as read.
-            TooSlow: it took too long.
-            ClientGone: before it was complete.
-        """
-        announced = self.headers.get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > limit:
-            if b"expect" not in self.headers:
-                await self._discard()
-            raise _too_large(limit)
-        try:
-            async with asyncio.timeout(BODY_S):
-                return await self._whole_body(limit)
-        except TimeoutError:
-            raise refusal.TooSlow(f"the request's body did not come within {BODY_S:.0f} s") from None
-
-    async def _whole_body(self, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            part, more = await self._read()
-            size += len(part)
-            if size > limit:
-                if more:
-                    await self._discard()
-                raise _too_large(limit)
-            parts.append(part)
-            if not more:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    async def _read(self) -> tuple[bytes, bool]:
-        message = await self.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        return message.get("body", b""), bool(message.get("more_body"))
-
-    async def _discard(self) -> None:
-        """Read the rest of a body that is refused, within reason: most clients look for the answer only after they have
-        sent all, and closing a connection with unread bytes destroys the answer."""
-        left, more = DISCARD_BYTES, True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_S):
-                while more and left > 0:
-                    part, more = await self._read()
-                    left -= len(part)
-
-    async def over(self) -> None:
-        """Until the answer is complete, or the client has gone."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-
-    def json(self, status: int, content: Any) -> None:
-        self.channel.answer(refusal.Reply(status, sse.json_bytes(content), [refusal.JSON]))
-
-
 class Bridge:
     """The ASGI application. ``start`` before the first request, ``close`` after the last."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._settings = parts.settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(parts.tokenizers)
         self.readings = Readings(parts.tokenizers, parts.queue, parts.ledger, parts.registry, parts.clock)
         self.metrics.registry.register(self.readings)
-        self.fleet = Fleet(parts.registry, parts.settings.handoff.mode, parts.clock)
+        census = Census(parts.registry, parts.clock)
+        self.fleet = Fleet(census, parts.settings.handoff.mode)
+        self.gate = Gate(parts.ledger, census, parts.settings, parts.clock)
+        self.keys = caller.Keys(parts.settings.bridge.api_keys)
         self.in_flight = InFlight(
             owner=parts.owner,
             ledger=parts.ledger,
@@ -178,11 +96,13 @@ class Bridge:
             raise RuntimeError(f"the bridge speaks HTTP only, not {scope['type']}")
         exchange = Exchange(scope, receive, send)
         try:
+            if scope["path"].startswith("/v1/"):
+                exchange.key = self.keys.check(exchange.headers)
             await self._handler(scope["method"], scope["path"])(exchange)
         except ClientGone:
             pass
         except errors.PdqError as error:
-            if isinstance(error, errors.Refused):
+            if isinstance(error, errors.Refused) and not error.reason:
                 log.warning("request %s is refused: %s", exchange.request_id, error)
             self.metrics.refusals.labels(error.code).inc()
             if not exchange.channel.started:  # a request that is just being accepted may have been aborted
@@ -222,7 +142,7 @@ class Bridge:
         if tokenizer is None:
             served = ", ".join(self._parts.tokenizers)
             raise errors.UnknownModel(f"model {request.model!r} is not served here; there is {served}", field="model")
-        timeout_ms = self._timeout_ms(exchange)
+        terms = caller.terms(exchange.headers, request, exchange.key, self._settings.handoff)
         if len(body) > LARGE_BODY:
             prompt = await asyncio.to_thread(openai.prompt_tokens, request, tokenizer)
         else:
@@ -233,14 +153,41 @@ class Bridge:
 
         reply = _reply(exchange, request, dialect)
         key = RecordKey(request.model, exchange.request_id)
-        mode: Literal["disaggregated", "aggregated"]
-        queue, mode = self._route(len(prompt))
-        stream = self.in_flight.open(key, mode, reply, arrived)
+        stream: Stream | None = None
         try:
-            await self._submit(exchange, request, stream, prompt, sampling, timeout_ms, queue, mode)
+            async with self._admitted(key.model, len(prompt), sampling, terms) as route:
+                stream = self.in_flight.open(key, route.mode, reply, arrived)
+                await self._submit(exchange, request, stream, prompt, sampling, terms, route)
             await exchange.over()
         finally:  # also when this task is cancelled; nothing happens if the stream has ended
-            self.in_flight.cancel(stream, "the client went away")
+            if stream is not None:
+                self.in_flight.cancel(stream, "the client went away")
+
+    @contextlib.asynccontextmanager
+    async def _admitted(
+        self, model: str, prompt_tokens: int, sampling: Sampling, terms: caller.Terms
+    ) -> AsyncIterator[Route]:
+        """Where a request that is accepted runs; inside the block it is to be submitted."""
+        assert sampling.max_tokens is not None
+        route = await self.gate.route(model, prompt_tokens, terms.priority)
+        wanted = admission.Request(
+            prompt_tokens,
+            sampling.max_tokens,
+            terms.priority,
+            terms.tenant,
+            deadline_s=terms.timeout_ms / 1000,
+            queues=route.queue == "prefill",
+        )
+        try:
+            async with self.gate.entering(model, wanted) as admitted:
+                self.metrics.routed.labels(model, route.mode, route.reason.value).inc()
+                if admitted.wait_s is not None:
+                    self.metrics.wait.labels(model).observe(admitted.wait_s)
+                yield route
+        except errors.Refused as error:
+            if error.reason:
+                self.metrics.admission_refusals.labels(model, terms.priority, error.reason).inc()
+            raise
 
     async def _submit(
         self,
@@ -249,13 +196,11 @@ class Bridge:
         stream: Stream,
         prompt: list[int],
         sampling: Sampling,
-        timeout_ms: int,
-        queue: Queue,
-        mode: Literal["disaggregated", "aggregated"],
+        terms: caller.Terms,
+        route: Route,
     ) -> None:
         """The record first, then the job: a worker that finds a job finds its record."""
-        key, tenant = stream.key, request.user or ""
-        priority = request.priority or "interactive"
+        key = stream.key
         policy = (request.pdq or PolicyWish()).over(self._settings.policy)
         assert sampling.max_tokens is not None
         record = NewRecord(
@@ -263,12 +208,12 @@ class Bridge:
             reply_to=self.in_flight.reply_to,
             prompt_tokens=len(prompt),
             max_new_tokens=sampling.max_tokens,
-            timeout_ms=timeout_ms,
+            timeout_ms=terms.timeout_ms,
             secret=mint_secret(),
             policy=policy,
-            mode=mode,
-            tenant=tenant,
-            priority=priority,
+            mode=route.mode,
+            tenant=terms.tenant,
+            priority=terms.priority,
             client_id=exchange.client_id,
         )
         job = PrefillJob(
@@ -276,9 +221,9 @@ class Bridge:
             reply_to=self.in_flight.reply_to,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
-            timeout_ms=timeout_ms,
-            priority=priority,
-            tenant=tenant,
+            timeout_ms=terms.timeout_ms,
+            priority=terms.priority,
+            tenant=terms.tenant,
             client_id=exchange.client_id,
             request_id=key.request_id,
         )
@@ -289,12 +234,12 @@ class Bridge:
             if failpoints.armed:
                 await failpoints.hit("bridge.before_publish", key.request_id)
             await self._parts.queue.publish(
-                queue,
+                Queue(route.queue),
                 key.model,
                 encode(job),
                 message_id=key.request_id,
-                priority=priority,
-                ttl_s=timeout_ms / 1000,
+                priority=terms.priority,
+                ttl_s=terms.timeout_ms / 1000,
             )
             if failpoints.armed:
                 await failpoints.hit("bridge.after_publish", key.request_id)
@@ -302,29 +247,6 @@ class Bridge:
             self.in_flight.fail(stream, error)
             raise
         self.in_flight.submitted(stream)
-
-    def _route(self, prompt_length: int) -> tuple[Queue, Literal["disaggregated", "aggregated"]]:
-        handoff = self._settings.handoff
-        match handoff.mode:
-            case "aggregated":
-                return Queue.PREFILL, "aggregated"
-            case "auto" if prompt_length <= handoff.auto_local_tokens:
-                return Queue.LOCAL, "aggregated"
-            case _:
-                return Queue.PREFILL, "disaggregated"
-
-    def _timeout_ms(self, exchange: Exchange) -> int:
-        handoff = self._settings.handoff
-        asked = exchange.headers.get(_TIMEOUT_MS)
-        if asked is None:
-            return handoff.default_timeout_ms
-        if not asked.isdigit() or len(asked) > 12 or not 1 <= int(asked) <= handoff.max_timeout_ms:
-            raise errors.InvalidRequest(
-                f"{HEADER_TIMEOUT_MS} is {asked.decode('latin-1')[:40]!r}, and must be a whole number of milliseconds "
-                f"from 1 to {handoff.max_timeout_ms}",
-                field=HEADER_TIMEOUT_MS,
-            )
-        return int(asked)
 
     # --- Everything else ----------------------------------------------------------------------------------------------
 
@@ -373,10 +295,6 @@ class Bridge:
     async def _metrics(self, exchange: Exchange) -> None:
         await self.readings.refresh()
         exchange.channel.answer(refusal.Reply(200, self.metrics.render(), [(b"content-type", CONTENT_TYPE)]))
-
-
-def _too_large(limit: int) -> refusal.BodyTooLarge:
-    return refusal.BodyTooLarge(f"the body is longer than the {limit} bytes that this server takes at most")
 
 
 def _reply(exchange: Exchange, request: openai.Request, dialect: sse.Dialect) -> Reply:

@@ -1,35 +1,26 @@
-"""What the live workers can do, from their registrations, read at most once a second.
+"""What the live workers can do, from their registrations.
 
 A model whose workers have all gone still is a model: its requests wait in the queue until somebody scales up from zero.
 Only a model of which no worker was ever seen cannot be judged, and is refused for now.
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Literal
 
 from pdq.core.errors import Unavailable
-from pdq.ports import Pool, WorkerInfo, WorkerRegistry
+from pdq.ports import Pool, WorkerInfo
+from pdq.stages.census import Census
 
-FRESH_S: Final = 1.0
 RETRY_AFTER_S: Final = 2.0
 
 
 class Fleet:
-    def __init__(
-        self,
-        registry: WorkerRegistry,
-        mode: Literal["disaggregated", "aggregated", "auto"],
-        clock: Callable[[], float],
-    ) -> None:
-        self._registry = registry
+    def __init__(self, census: Census, mode: Literal["disaggregated", "aggregated", "auto"]) -> None:
+        self._census = census
         self._mode = mode
-        self._clock = clock
         self._workers: Sequence[WorkerInfo] = ()
         self._max_context: dict[str, int] = {}
-        self._read_at: float | None = None
-        self._lock = asyncio.Lock()
 
     async def max_context(self, model: str) -> int:
         """What every live worker of ``model`` can take, prompt and output together.
@@ -62,17 +53,10 @@ class Fleet:
         return lacking
 
     async def _refresh(self) -> None:
-        if self._fresh():
-            return
-        async with self._lock:
-            if self._fresh():
-                return
-            self._workers = await self._registry.workers()
-            self._read_at = self._clock()
+        workers = await self._census.workers()
+        if workers is not self._workers:
+            self._workers = workers
             contexts: dict[str, int] = {}
-            for info in self._workers:
+            for info in workers:
                 contexts[info.model] = min(info.contract.max_context, contexts.get(info.model, 2**31))
             self._max_context |= contexts
-
-    def _fresh(self) -> bool:
-        return self._read_at is not None and self._clock() - self._read_at < FRESH_S

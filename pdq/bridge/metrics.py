@@ -1,11 +1,15 @@
 """What the bridge counts, in a registry of its own. Per frame that is one addition; everything else is per request."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from pdq.core.admission import Reason
+from pdq.core.names import PRIORITIES
+from pdq.core.routing import ROUTES
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -23,9 +27,13 @@ class _Bound(NamedTuple):
 
 
 class Metrics(Collector):
-    """``frames``, ``gaps``, ``resends``, ``strays`` and ``in_flight`` are plain numbers, read when somebody scrapes."""
+    """``frames``, ``gaps``, ``resends``, ``strays`` and ``in_flight`` are plain numbers, read when somebody scrapes.
 
-    def __init__(self) -> None:
+    What refuses or routes requests is there from the beginning, as zeros for each of ``models``: a rate that begins with
+    the first refusal would not show it.
+    """
+
+    def __init__(self, models: Collection[str]) -> None:
         self.registry = CollectorRegistry()
         self.frames = self.gaps = self.resends = self.silences = self.strays = self.in_flight = 0
         self.requests = Counter(
@@ -37,6 +45,32 @@ class Metrics(Collector):
         self.refusals = Counter(
             "pdq_bridge_refusals", "Requests that were not accepted, by error code", ["code"], registry=self.registry
         )
+        self.admission_refusals = Counter(
+            "pdq_bridge_admission_refusals",
+            "Requests that admission refused, by what was short",
+            ["model", "class", "reason"],
+            registry=self.registry,
+        )
+        self.routed = Counter(
+            "pdq_bridge_routed",
+            "Accepted requests by where they run, and why",
+            ["model", "mode", "reason"],
+            registry=self.registry,
+        )
+        self.wait = Histogram(
+            "pdq_bridge_admission_wait_seconds",
+            "Estimated wait for prefill of accepted requests, as far as it was measured",
+            ["model"],
+            buckets=TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        for model in models:
+            self.wait.labels(model)
+            for route in ROUTES:
+                self.routed.labels(model, route.mode, route.reason.value)
+            for priority in PRIORITIES:
+                for reason in Reason:
+                    self.admission_refusals.labels(model, priority, reason.value)
         self.prompt_tokens = Counter(
             "pdq_bridge_prompt_tokens", "Prompt tokens of ended requests", ["model"], registry=self.registry
         )

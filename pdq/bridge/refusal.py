@@ -40,6 +40,14 @@ class WrongMethod(errors.InvalidRequest):
         self.allowed = allowed
 
 
+class InvalidApiKey(errors.InvalidRequest):
+    code = "invalid_api_key"
+
+
+class ClassNotAllowed(errors.InvalidRequest):
+    code = "priority_not_allowed"
+
+
 class Reply(NamedTuple):
     """A complete HTTP answer."""
 
@@ -55,17 +63,21 @@ _STATUS: Final = {
     NotHttp.code: 400,
     NoSuchRoute.code: 404,
     WrongMethod.code: 405,
+    InvalidApiKey.code: 401,
+    ClassNotAllowed.code: 403,
     errors.InvalidMessage.code: 413,
     errors.UnknownModel.code: 404,
     errors.ContextTooLong.code: 400,
     errors.InvalidRequest.code: 400,
     errors.BadInput.code: 400,
     errors.Overloaded.code: 429,
+    errors.TenantLimit.code: 429,
     errors.Unavailable.code: 503,
     errors.Refused.code: 503,
     errors.RequestCancelled.code: 503,
     errors.DeadlineExceeded.code: 504,
     errors.AttemptsExhausted.code: 502,
+    errors.JobLost.code: 502,
     errors.StreamLost.code: 502,
     errors.PeerLost.code: 502,
     errors.HandoffUnknown.code: 502,
@@ -76,6 +88,8 @@ _STATUS: Final = {
 
 _TYPE: Final = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
 _TYPE_MORE: Final = {
+    401: "invalid_request_error",
+    403: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
     431: "invalid_request_error",

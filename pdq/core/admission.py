@@ -17,9 +17,9 @@ Order and fairness, over queues that are first in, first out:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -187,47 +187,66 @@ def _tenant_over_its_limits(
     return None
 
 
+class _Scarce(NamedTuple):
+    """One thing that tenants share."""
+
+    what: str
+    room: float
+    taken: int
+    of_tenant: int
+    wanted: int
+    rate_per_s: float | None
+    """How fast it becomes free."""
+    tenants: Iterable[str]
+    """Who has something of it."""
+
+
 def _tenant_over_its_share(
     load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request
 ) -> Refused | None:
     """Whoever has nothing of what is scarce may always have one request there."""
-    waiting, class_ = load.queued.get(request.priority, {}), request.priority
-    max_requests, max_tokens = _caps(limits, class_)
-    has, here = waiting.get(request.tenant, _NOTHING), load.tenants.get(request.tenant, _NOTHING)
-    total, rates, speed = _sum(waiting.values()), capacity.rates, capacity.prefill_tokens_per_s
-    room = _decode_room(capacity, limits, class_) if capacity.decode_workers else math.inf
-    reserved, adding = sum(load.reserved_tokens.values()), request.reserved_tokens
-    for what, mine, more, everybodys, cap, rate, tenants in (
-        (
-            f"waiting {class_} requests",
-            has.requests,
-            1,
-            total.requests,
-            max_requests,
-            rates.ended_requests_per_s,
-            waiting,
-        ),
-        (
-            f"waiting {class_} prompt tokens",
-            has.prompt_tokens,
-            request.prompt_tokens,
-            total.prompt_tokens,
-            max_tokens,
-            speed,
-            waiting,
-        ),
-        ("reserved tokens", here.reserved_tokens, adding, reserved, room, rates.freed_tokens_per_s, load.tenants),
-    ):
-        if not mine or everybodys + more <= cap * limits.fair_above:
+    for it in _scarce(load, capacity, limits, request):
+        if not it.of_tenant or it.taken + it.wanted <= it.room * limits.fair_above:
             continue
-        allowed = cap * fair_share(tenants, limits, request.tenant)
-        if (over := mine + more - allowed) > 0:
+        allowed = it.room * fair_share(it.tenants, limits, request.tenant)
+        over = it.of_tenant + it.wanted - allowed
+        if over > 0:
             why = (
-                f"{mine} of {everybodys} {what} are of tenant {request.tenant!r}, whose fair share is {allowed:.0f} now"
+                f"{it.of_tenant} of {it.taken} {it.what} are of tenant {request.tenant!r}, "
+                f"whose fair share of {it.room:.0f} is {allowed:.0f} now"
             )
+            # Who names no tenant does not know of tenants.
             code: Code = "tenant_limit" if request.tenant else "overloaded"
-            return Refused(code, Reason.TENANT_SHARE, why, _retry_s(over, rate, limits))
+            return Refused(code, Reason.TENANT_SHARE, why, _retry_s(over, it.rate_per_s, limits))
     return None
+
+
+def _scarce(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Iterator[_Scarce]:
+    kind, rates = request.priority, capacity.rates
+    max_requests, max_tokens = _caps(limits, kind)
+    waiting = load.queued.get(kind, {})
+    has, all_ = waiting.get(request.tenant, Count()), total(waiting.values())
+    yield _Scarce(
+        f"waiting {kind} requests",
+        *(max_requests, all_.requests, has.requests, 1),
+        rates.ended_requests_per_s,
+        waiting,
+    )
+    yield _Scarce(
+        f"waiting {kind} prompt tokens",
+        *(max_tokens, all_.prompt_tokens, has.prompt_tokens, request.prompt_tokens),
+        capacity.prefill_tokens_per_s,
+        waiting,
+    )
+    if capacity.decode_workers:
+        has = load.tenants.get(request.tenant, Count())
+        yield _Scarce(
+            "reserved tokens",
+            _decode_room(capacity, limits, kind),
+            *(sum(load.reserved_tokens.values()), has.reserved_tokens, request.reserved_tokens),
+            rates.freed_tokens_per_s,
+            load.tenants,
+        )
 
 
 def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:

@@ -45,6 +45,9 @@ def verdict(error: BaseException | None, deliveries: int) -> Verdict:
         case errors.RecordEnded() | errors.RequestCancelled() | errors.IllegalTransition():
             # The request has ended, or it is past this stage: nothing is left to do.
             return Ack()
+        case errors.TurnedAway():
+            # A refusal is an answer, not a fault: nothing for the dead letters, and it is the requester's to come back.
+            return Ack()
         case errors.StaleEpoch():
             # Another worker may have it. Or nobody: the lease ran out while this process, or the ledger, stood still.
             return Leave()

@@ -11,6 +11,7 @@
     │   ├── Overloaded             a limit is reached (carries retry_after_s)
     │   │   └── TenantLimit          a limit or fair share of this tenant; others are served
     │   └── Unavailable            broker or ledger unreachable, or no worker serves the model yet
+    ├── TurnedAway               refused before it had a record, and its requester was told: its job is done with
     ├── LedgerRefusal            the handoff record does not allow this change; nothing was changed
     │   ├── RecordNotFound         no such record (never created, or ended long ago)
     │   ├── RecordEnded            the record is terminal
@@ -31,7 +32,8 @@
     ├── StreamLost               tokens were sent, their worker died, and the stream cannot be continued
     ├── DeadlineExceeded         the request's absolute deadline has passed
     ├── RequestCancelled         the client went away or asked to stop
-    └── AttemptsExhausted        every allowed attempt failed
+    ├── AttemptsExhausted        every allowed attempt failed
+    └── JobLost                  a request has a record, but no queue has a job for it
 
 ``code`` is the stable, machine-readable name that travels in terminal events, dead letters and HTTP bodies;
 ``retryable`` says whether the same work may succeed if it is tried again. HTTP status, queue verdict and exit code
@@ -79,12 +81,15 @@ class InvalidSettings(BadInput):
 
 
 class Refused(PdqError):
+    """``reason`` is what admission counts it under (``pdq.core.admission.Reason``); empty if somebody else refused."""
+
     code = "refused"
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class Overloaded(Refused):
@@ -97,6 +102,10 @@ class TenantLimit(Overloaded):
 
 class Unavailable(Refused):
     code = "unavailable"
+
+
+class TurnedAway(PdqError):
+    code = "turned_away"
 
 
 class LedgerRefusal(PdqError):
@@ -197,3 +206,8 @@ class RequestCancelled(PdqError):
 
 class AttemptsExhausted(PdqError):
     code = "attempts_exhausted"
+
+
+class JobLost(PdqError):
+    code = "job_lost"
+    retryable = True

@@ -64,6 +64,7 @@ def entered(load: Load, priority: Priority, tenant: str, count: Count) -> Load:
         reserved_tokens=_more(load.reserved_tokens, count.reserved_tokens),
         queued={**load.queued, priority: {**queued, tenant: _plus(queued.get(tenant), count)}},
         tenants={**load.tenants, tenant: _plus(load.tenants.get(tenant), count)},
+        accepted=_plus(load.accepted, count),
     )
 
 

@@ -106,12 +106,12 @@ def log_key(model: str, request_id: str) -> str:
 
 
 def load_key(model: str) -> str:
-    """Hash: per-state counters of requests, prompt tokens and reserved tokens."""
+    """Hash: requests, prompt tokens and reserved tokens, counted by state, class and tenant."""
     return f"pdq:{{{model}}}:load"
 
 
 def due_key(model: str) -> str:
-    """Sorted set: request id by the earliest instant (ms) at which a lease or the deadline runs out."""
+    """Sorted set: request id by the earliest instant (ms) at which a lease or the deadline runs out, or a look is due."""
     return f"pdq:{{{model}}}:due"
 
 
@@ -152,3 +152,5 @@ ENV_BRIDGE_URL: Final = "PDQ_BRIDGE_URL"
 HEADER_REQUEST_ID: Final = "x-request-id"
 HEADER_CLIENT_REQUEST_ID: Final = "x-client-request-id"
 HEADER_TIMEOUT_MS: Final = "x-request-timeout-ms"
+HEADER_PRIORITY: Final = "x-pdq-priority"
+HEADER_TENANT: Final = "x-pdq-tenant"

@@ -55,6 +55,10 @@ class Secret:
         return "***" if self else ""
 
 
+class SecretLines(Secret):
+    """A secret of one or more lines."""
+
+
 class NatsSettings(Struct, frozen=True):
     url: Url = "nats://127.0.0.1:4222"
     """Comma-separated for a cluster. ``tls://`` accepts no server that does not offer TLS."""
@@ -191,6 +195,9 @@ class BridgeSettings(Struct, frozen=True):
     """0: a free one."""
     max_body_bytes: Positive = 4 * 1024 * 1024
     """Larger HTTP bodies are refused."""
+    api_keys: SecretLines = SecretLines()
+    """Who may ask, a line each: ``KEY TENANT [CLASS]``, the class being the best that this key may ask for (``interactive``
+    if none is named). Not set: everybody may."""
     silence_s: Seconds = 5.0
     """A stream that is silent for this long is compared with its record."""
 
@@ -216,7 +223,7 @@ class AdmissionSettings(Struct, frozen=True):
     batch_queued_requests: Positive = 16_384
     """Requests that may wait for prefill, class batch."""
     batch_share: Share = 0.8
-    """Batch is refused from this share of decode memory and handoffs on, so that interactive requests find the rest."""
+    """Batch is refused from this share of decode memory on, so that interactive requests find the rest."""
     batch_turn: Annotated[int, Meta(ge=2)] = 8
     """While both classes wait, every so many-th pull takes batch first: it gives way, but does not starve."""
     decode_overcommit: Annotated[float, Meta(gt=0, le=100)] = 4.0
@@ -232,7 +239,7 @@ class AdmissionSettings(Struct, frozen=True):
     tenant_weights: Weights = {}
     """``name=weight`` pairs; every other tenant weighs 1."""
     fair_above: Share = 0.5
-    """From this share of a class's cap on, a tenant may fill no more than its weighted part of the queue."""
+    """From this share of what a class may queue or reserve on, a tenant may have no more than its weighted part of it."""
     retry_min_s: Seconds = 1.0
     """Shortest ``Retry-After``, and what is said where nothing was measured."""
     retry_max_s: Seconds = 60.0
@@ -349,7 +356,7 @@ def variables() -> Iterator[tuple[str, str, str, Any]]:
 
 def from_file(kind: Any) -> bool:
     """May a setting of this type be read from a file that ``<variable>_FILE`` names?"""
-    return kind is Secret or kind == Url
+    return kind in (Secret, SecretLines, Url)
 
 
 def variables_of(group: str) -> list[str]:
@@ -390,7 +397,10 @@ def _text(variable: str, environ: Mapping[str, str], read: Callable[[Path], str]
     if variable in environ:
         raise InvalidSettings(f"{variable} and {variable}_FILE are both set: unset one of them")
     try:
-        return read(Path(path)).rstrip("\r\n")
+        if text := read(Path(path)).rstrip("\r\n"):
+            return text
+        # As good as not set, which may leave a door open.
+        raise InvalidSettings(f"{variable}_FILE={path!r} is empty")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise InvalidSettings(f"{variable}_FILE={path!r} cannot be read: {why}") from None
@@ -399,6 +409,8 @@ def _text(variable: str, environ: Mapping[str, str], read: Callable[[Path], str]
 def _parse(variable: str, text: str, group: str, field: str) -> Any:
     group_type = next(f.type for f in msgspec.structs.fields(Settings) if f.name == group)
     kind = next(f.type for f in msgspec.structs.fields(group_type) if f.name == field)
+    if kind is SecretLines:
+        return SecretLines(text)
     if kind is Secret:
         if not text.isprintable():
             raise InvalidSettings(f"{variable} has a line break or another character that cannot be printed")

@@ -2,22 +2,28 @@
 
 The bridge has done all of this before it published. A producer that publishes by itself has not: its job gets an id that
 is a function of the message's place in the stream, so that a redelivery finds the record that the first delivery made.
+It also meets the same gate. What that refuses ends here: its requester is told, and the job is gone.
 """
 
 import asyncio
 import contextlib
+import logging
+import math
 from typing import Final, Literal
 
 import msgspec
 import xxhash
 
 from pdq.core import names
-from pdq.core.errors import BadInput, ContextTooLong, InvalidMessage, InvalidRequest, PdqError
+from pdq.core.admission import Request
+from pdq.core.errors import BadInput, ContextTooLong, InvalidMessage, InvalidRequest, PdqError, Refused, TurnedAway
 from pdq.core.ids import derive_request_id, mint_secret
 from pdq.core.lease import RecordKey
 from pdq.core.messages import End, Failure, PrefillJob, TokenEntry, TokenFrame, decode
 from pdq.ports import Delivery, NewRecord, PromptWork, Queue, Record
 from pdq.stages.parts import Parts
+
+log = logging.getLogger(__name__)
 
 LONG_TEXT: Final = 20_000
 """Characters; tokenizing more than this would hold the loop for more than a few milliseconds."""
@@ -40,8 +46,9 @@ class Accept:
         Raises:
             InvalidMessage: not a PrefillJob, or for another model.
             InvalidRequest: what it asks for cannot be served.
+            TurnedAway: too much is here already.
 
-        In both cases the requester is told, if the job says who that is.
+        In all cases the requester is told, if the job says who that is.
         """
         try:
             return await self._complete(delivery, queue)
@@ -72,25 +79,44 @@ class Accept:
         key = RecordKey(job.model, request_id)
         waited_ms = max(0, await self._parts.ledger.now_ms() - delivery.published_ms)
         timeout_ms = min(job.timeout_ms or settings.handoff.default_timeout_ms, settings.handoff.max_timeout_ms)
-        await self._parts.ledger.enqueue(
-            NewRecord(
-                key=key,
-                reply_to=job.reply_to,
-                prompt_tokens=len(tokens),
-                max_new_tokens=max_new,
-                timeout_ms=max(1, timeout_ms - waited_ms),
-                secret=mint_secret(),
-                policy=job.policy.over(settings.policy),
-                mode=self._mode,
-                tenant=job.tenant,
-                priority=job.priority,
-                client_id=job.client_id,
-            )
+        left_ms = timeout_ms - waited_ms
+        record = NewRecord(
+            key=key,
+            reply_to=job.reply_to,
+            prompt_tokens=len(tokens),
+            max_new_tokens=max_new,
+            timeout_ms=max(1, left_ms),
+            secret=mint_secret(),
+            policy=job.policy.over(settings.policy),
+            mode=self._mode,
+            tenant=job.tenant,
+            priority=job.priority,
+            client_id=job.client_id,
         )
+        # What is late already is let in, and expires: that says more than a refusal.
+        await self._enter(delivery, record, left_ms / 1000 if left_ms > 0 else math.inf)
         complete = msgspec.structs.replace(
             job, request_id=request_id, prompt_token_ids=tuple(tokens), prompt=None, messages=None
         )
         return complete, key
+
+    async def _enter(self, delivery: Delivery, record: NewRecord, left_s: float) -> None:
+        """Write the record, if the gate lets it in or has done so before: a request that has one is not judged again."""
+        request = Request(
+            record.prompt_tokens, record.max_new_tokens, record.priority, record.tenant, left_s, queues=False
+        )
+        try:
+            async with self._parts.gate.entering(record.key.model, request):
+                await self._parts.ledger.enqueue(record)
+        except Refused as refused:
+            if not refused.reason:
+                raise  # nobody judged: the ledger is away, and the job comes again
+            if await self._parts.ledger.read(record.key) is not None:
+                return
+            log.info("job %d of %r turned away: %s", delivery.sequence, record.tenant, refused)
+            again_s = math.ceil(refused.retry_after_s)
+            await self._tell(delivery, refused, f"{refused}; try again in about {again_s} s")
+            raise TurnedAway(str(refused)) from refused
 
     async def _tokens(self, job: PrefillJob) -> list[int]:
         tokenizer = self._parts.tokenizer
@@ -126,13 +152,14 @@ class Accept:
     async def refuse(self, delivery: Delivery, error: PdqError) -> None:
         """Tell the requester of a job without a record, if the job says who that is."""
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, PdqError):
-            addressed = msgspec.json.decode(delivery.data, type=_Addressed)
-            if not names.publishable(addressed.reply_to):
-                return
-            end = End(state="failed", error=Failure(code=error.code, message=str(error)))
+            await self._tell(delivery, error, str(error))
+
+    async def _tell(self, delivery: Delivery, error: PdqError, message: str) -> None:
+        addressed = msgspec.json.decode(delivery.data, type=_Addressed)
+        if names.publishable(addressed.reply_to):
+            end = End(state="failed", error=Failure(code=error.code, message=message, retryable=error.retryable))
             entry = TokenEntry(request_id="", seq=0, end=end, client_id=addressed.client_id)
-            frame = TokenFrame(worker=self._parts.worker, entries=(entry,))
-            await self._parts.bus.send(addressed.reply_to, frame)
+            await self._parts.bus.send(addressed.reply_to, TokenFrame(worker=self._parts.worker, entries=(entry,)))
 
 
 def prompt_work(job: PrefillJob, record: Record) -> PromptWork:

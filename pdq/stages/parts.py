@@ -7,6 +7,7 @@ from pdq.core.settings import Settings
 from pdq.ports import HandoffLedger, JobQueue, KvTransport, TokenBus, Tokenizer
 from pdq.stages.account import Account
 from pdq.stages.busy import Busy
+from pdq.stages.gate import Gate
 from pdq.stages.outbox import Outbox
 
 
@@ -19,6 +20,7 @@ class Parts:
     bus: TokenBus
     outbox: Outbox
     ledger: HandoffLedger
+    gate: Gate
     tokenizer: Tokenizer
     transports: Mapping[str, KvTransport]
     max_context: int

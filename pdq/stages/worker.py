@@ -28,10 +28,12 @@ from pdq.ports import (
 from pdq.runtime import Lifecycle
 from pdq.stages import pairing
 from pdq.stages.batch import Batch
+from pdq.stages.census import Census
 from pdq.stages.conduct import Conductor
 from pdq.stages.consume import Consumer, Handle
 from pdq.stages.decode import DecodeStage
 from pdq.stages.fetch import Fetcher
+from pdq.stages.gate import Gate
 from pdq.stages.keepalive import Keepalive
 from pdq.stages.local import LocalStage, WholeEngine
 from pdq.stages.offers import Offers
@@ -71,6 +73,7 @@ class Worker:
             bus=bus,
             outbox=self._outbox,
             ledger=ledger,
+            gate=Gate(ledger, Census(registry), settings),
             tokenizer=tokenizer,
             transports=transports,
             max_context=engine.contract.max_context,

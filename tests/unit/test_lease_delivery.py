@@ -43,7 +43,7 @@ def test_every_error_of_ours_has_one_verdict_that_follows_from_its_kind(
 ) -> None:
     match verdict(made(kind), deliveries):
         case Ack():
-            assert kind in (errors.RecordEnded, errors.RequestCancelled, errors.IllegalTransition)
+            assert kind in (errors.TurnedAway, errors.RecordEnded, errors.RequestCancelled, errors.IllegalTransition)
         case Leave():
             assert kind in (errors.StaleEpoch, errors.LeaseHeld)
         case Retry(delay_s):

@@ -22,7 +22,7 @@ from pdq.adapters.shm import HEAD, ShmTransport
 from pdq.adapters.ucx import source, wire
 from pdq.adapters.ucx.transport import MAX_LINKS
 from pdq.bridge import openai
-from pdq.bridge.app import CLIENT_ID_LENGTH
+from pdq.bridge.exchange import CLIENT_ID_LENGTH
 from pdq.bridge.protocol import MAX_HEAD_BYTES
 from pdq.core import messages, names
 from pdq.core.errors import HandoffUnknown, InvalidMessage, InvalidRequest, TransferFailed

@@ -36,12 +36,13 @@ from pdq.core.messages import (
     decode,
 )
 from pdq.core.output import Output
-from pdq.core.settings import BridgeSettings, HandoffSettings, Settings
+from pdq.core.settings import AdmissionSettings, BridgeSettings, HandoffSettings, Settings
 from pdq.ports import BackendContract, Changes, Occupancy, Pool, Queue, Record, WorkerInfo
 from pdq.runtime import Lifecycle
 
 MODEL = "org/bytes.v1"
 MAX_CONTEXT = 1000
+BLOCKS = 1000
 ANSWER = "Żółć, a quick brown fox. And more of it."
 WORKER = "decode-test"
 
@@ -54,8 +55,11 @@ async def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None
 
 def settings(**groups: dict[str, Any]) -> Settings:
     chosen = {"bridge": {"silence_s": 30.0}, **groups}
-    bridge = BridgeSettings(port=0, **chosen["bridge"])
-    return Settings(bridge=bridge, handoff=HandoffSettings(**chosen.get("handoff", {})))
+    return Settings(
+        bridge=BridgeSettings(port=0, **chosen["bridge"]),
+        handoff=HandoffSettings(**chosen.get("handoff", {})),
+        admission=AdmissionSettings(**chosen.get("admission", {})),
+    )
 
 
 def worker_info(pool: Pool, *, aggregated: bool = False, max_context: int = MAX_CONTEXT) -> WorkerInfo:
@@ -78,7 +82,7 @@ def worker_info(pool: Pool, *, aggregated: bool = False, max_context: int = MAX_
         pool=pool,
         model=MODEL,
         contract=contract,
-        occupancy=Occupancy(total_blocks=1, free_blocks=1, running=0, held=0),
+        occupancy=Occupancy(total_blocks=BLOCKS, free_blocks=BLOCKS, running=0, held=0),
         host="test",
         pid=1,
         state="ready",

@@ -3,9 +3,10 @@
 import pytest
 
 from pdq.adapters.memory.registry import MemoryRegistry
-from pdq.bridge.fleet import FRESH_S, Fleet
+from pdq.bridge.fleet import Fleet
 from pdq.core.errors import Unavailable
 from pdq.ports import Pool, WorkerInfo
+from pdq.stages.census import FRESH_S, Census
 from tests.unit.bridge.harness import MODEL, worker_info
 
 
@@ -28,13 +29,13 @@ async def test_the_context_is_that_of_the_worker_with_the_least() -> None:
     registry = Registry()
     await registry.announce(worker_info(Pool.PREFILL, max_context=500), 60_000)
     await registry.announce(worker_info(Pool.DECODE, max_context=400), 60_000)
-    assert await Fleet(registry, "disaggregated", Clock()).max_context(MODEL) == 400
+    assert await Fleet(Census(registry, Clock()), "disaggregated").max_context(MODEL) == 400
 
 
 async def test_the_registry_is_read_once_a_second_however_many_ask() -> None:
     registry, clock = Registry(), Clock()
     await registry.announce(worker_info(Pool.PREFILL), 60_000)
-    fleet = Fleet(registry, "disaggregated", clock)
+    fleet = Fleet(Census(registry, clock), "disaggregated")
     for _ in range(10):
         await fleet.max_context(MODEL)
     assert registry.readings == 1
@@ -47,7 +48,7 @@ async def test_a_model_whose_workers_have_gone_keeps_its_context_but_is_not_read
     registry, clock = Registry(), Clock()
     await registry.announce(worker_info(Pool.PREFILL, max_context=500), 60_000)
     await registry.announce(worker_info(Pool.DECODE, max_context=500), 60_000)
-    fleet = Fleet(registry, "disaggregated", clock)
+    fleet = Fleet(Census(registry, clock), "disaggregated")
     assert await fleet.missing([MODEL]) == []
     for pool in Pool:
         await registry.withdraw(worker_info(pool).worker)
@@ -58,5 +59,5 @@ async def test_a_model_whose_workers_have_gone_keeps_its_context_but_is_not_read
 
 async def test_a_model_that_never_had_a_worker_is_unavailable_with_a_time_to_come_back() -> None:
     with pytest.raises(Unavailable, match="no worker") as caught:
-        await Fleet(Registry(), "disaggregated", Clock()).max_context(MODEL)
+        await Fleet(Census(Registry(), Clock()), "disaggregated").max_context(MODEL)
     assert caught.value.retry_after_s > 0

@@ -12,7 +12,7 @@ from pdq.core.handoff import Event
 from pdq.core.lease import RecordKey
 from pdq.core.settings import LeaseSettings, QueueSettings
 from pdq.ports import NewRecord, Pool, Queue, WorkerInfo
-from tests.unit.bridge.harness import MODEL, rig, worker_info
+from tests.unit.bridge.harness import BLOCKS, MODEL, rig, worker_info
 
 
 class Registry(MemoryRegistry):
@@ -31,9 +31,10 @@ class World:
         self.now = 0.0
         self.registry = Registry()
         self.queue = MemoryQueue(QueueSettings())
-        self.ledger = MemoryLedger(LeaseSettings())
+        self.ledger_ms = 1_700_000_000_000
+        self.ledger = MemoryLedger(LeaseSettings(), clock=lambda: self.ledger_ms)
         self.readings = Readings([MODEL], self.queue, self.ledger, self.registry, lambda: self.now)
-        self.metrics = Metrics()
+        self.metrics = Metrics([])
         self.metrics.registry.register(self.readings)
 
     async def scrape(self) -> list[str]:
@@ -72,13 +73,22 @@ async def test_what_waits_for_prefill_is_told_by_class_over_all_tenants() -> Non
     assert f'pdq_queued_requests{{class="interactive",model="{MODEL}"}} 0.0' in text
 
 
+async def test_a_request_that_only_waits_is_not_overdue() -> None:
+    world = World()
+    for number, timeout_ms in enumerate((3_600_000, 1)):
+        await world.ledger.enqueue(NewRecord(RecordKey(MODEL, f"r{number}"), "r", 10, 5, timeout_ms, "s"))
+    world.ledger_ms += LeaseSettings().ttl_ms
+    assert len(await world.ledger.due(MODEL, 10)) == 2
+    assert f'pdq_requests_overdue{{model="{MODEL}"}} 1.0' in await world.scrape()
+
+
 async def test_a_pool_without_workers_is_reported_as_zero_not_left_out() -> None:
     world = World()
     await world.registry.announce(worker_info(Pool.PREFILL), 60_000)
     text = await world.scrape()
     assert f'pdq_workers{{model="{MODEL}",pool="prefill",state="ready"}} 1.0' in text
     assert f'pdq_workers{{model="{MODEL}",pool="decode",state="ready"}} 0.0' in text
-    assert f'pdq_kv_blocks_free{{model="{MODEL}",pool="prefill"}} 1.0' in text
+    assert f'pdq_kv_blocks_free{{model="{MODEL}",pool="prefill"}} {BLOCKS}.0' in text
 
 
 async def test_what_cannot_be_read_is_missing_and_said_to_be() -> None:

@@ -116,7 +116,7 @@ async def test_a_client_that_never_completes_its_headers_is_thrown_out(monkeypat
 
 
 async def test_a_body_that_never_ends_gets_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdq.bridge.app.BODY_S", 0.2)
+    monkeypatch.setattr("pdq.bridge.exchange.BODY_S", 0.2)
     async with rig(speak) as world:
         reader, writer = await asyncio.open_connection(*address(world))
         writer.write(request(STREAMED)[:-5])

@@ -404,7 +404,7 @@ async def test_a_request_that_is_still_being_recorded_is_not_taken_for_a_lost_on
         owner="test",
         ledger=MemoryLedger(SHORT_SILENCE.lease),
         bus=MemoryBus(),
-        metrics=Metrics(),
+        metrics=Metrics([]),
         silence_s=5,
         clock=lambda: now,
     )

@@ -6,12 +6,15 @@ from typing import Any
 from pdq.adapters.memory.bus import MemoryBus
 from pdq.adapters.memory.ledger import MemoryLedger
 from pdq.adapters.memory.queue import MemoryQueue
+from pdq.adapters.memory.registry import MemoryRegistry
 from pdq.adapters.tokenizer import load_tokenizer
 from pdq.core.handoff import Event
 from pdq.core.lease import RecordKey
 from pdq.core.messages import OutputAnswer, Policy, TokenEntry, TokenFrame
-from pdq.core.settings import LeaseSettings, QueueSettings, Settings
+from pdq.core.settings import AdmissionSettings, LeaseSettings, QueueSettings, Settings
 from pdq.ports import Changes, Locator, NewRecord, Record
+from pdq.stages.census import Census
+from pdq.stages.gate import Gate
 from pdq.stages.outbox import Outbox
 from pdq.stages.parts import Parts
 
@@ -23,20 +26,24 @@ TTL_MS = 1_000
 @dataclass
 class World:
     now_ms: int = 1_000_000
+    limits: AdmissionSettings = field(default_factory=AdmissionSettings)
     got: list[TokenEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ledger = MemoryLedger(LeaseSettings(), clock=lambda: self.now_ms)
         self.queue = MemoryQueue(QueueSettings())
         self.bus = MemoryBus()
+        self.registry = MemoryRegistry()
+        settings = Settings(admission=self.limits)
         self.parts = Parts(
             worker="decode-1",
             model=MODEL,
-            settings=Settings(),
+            settings=settings,
             jobs=self.queue,
             bus=self.bus,
             outbox=Outbox(self.bus, "decode-1"),
             ledger=self.ledger,
+            gate=Gate(self.ledger, Census(self.registry), settings),
             tokenizer=load_tokenizer(None),
             transports={},
             max_context=1000,
