@@ -1,7 +1,7 @@
 """What each image installs before pdq itself, from pyproject.toml: requirements change rarely, and so their layer stays.
 
 ``control`` is everything but UCX, which only workers load and which weighs more than all the rest; ``worker`` is UCX;
-``torch`` is the optional dependency group of that name.
+``torch`` and ``kubernetes`` are the optional dependency groups of these names.
 """
 
 import sys

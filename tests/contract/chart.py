@@ -71,6 +71,20 @@ CASES: dict[str, dict[str, Any]] = {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "networkPolicy": {"monitoringFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
     },
+    "autoscaler": {
+        "model": MODEL,
+        "autoscaler": {
+            "enabled": True,
+            "replicas": 2,
+            "settings": {"PDQ_SCALING_PREFILL_MAX": 16, "PDQ_SCALING_IN_WINDOW_S": 120},
+            "podAnnotations": {"example": "yes"},
+        },
+        "serviceMonitor": {"enabled": True},
+        "networkPolicy": {
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+            "apiServerAt": [{"ipBlock": {"cidr": "192.0.2.1/32"}}],
+        },
+    },
     "keda on prometheus": {
         "model": MODEL,
         "keda": {"enabled": True, "source": "prometheus"},

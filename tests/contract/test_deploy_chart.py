@@ -79,7 +79,7 @@ def test_selectors_find_the_pods_they_mean(case: str) -> None:
 def test_pods_have_no_rights_that_they_do_not_need(case: str) -> None:
     for name, workload in rendered(case).workloads.items():
         assert pod(workload)["securityContext"]["runAsNonRoot"] is True, name
-        assert pod(workload)["automountServiceAccountToken"] is False, name
+        assert pod(workload)["automountServiceAccountToken"] is name.endswith("-autoscaler"), name
         security = container(workload)["securityContext"]
         assert security["readOnlyRootFilesystem"] is True, name
         assert security["allowPrivilegeEscalation"] is False, name
@@ -93,14 +93,15 @@ def test_services_put_no_variables_into_pods(case: str) -> None:
         assert pod(workload)["enableServiceLinks"] is False
 
 
-def test_the_autoscaler_may_scale_its_two_pools_and_nothing_else() -> None:
-    [role] = rendered("everything").all("Role").values()
+@pytest.mark.parametrize("case", ["everything", "autoscaler"])
+def test_the_autoscaler_may_scale_its_two_pools_and_nothing_else(case: str) -> None:
+    [role] = rendered(case).all("Role").values()
     pools = {f"pdq-{pool}" for pool in WORKERS}
     scaling = [rule for rule in role["rules"] if rule["apiGroups"] == ["apps"]]
     assert all(set(rule["resourceNames"]) == pools for rule in scaling)
     assert {resource for rule in scaling for resource in rule["resources"]} == {"deployments", "deployments/scale"}
     assert not {verb for rule in role["rules"] for verb in rule["verbs"]} & {"create", "delete", "*"}
-    assert pools <= set(rendered("everything").all("Deployment"))
+    assert pools <= set(rendered(case).all("Deployment"))
     assert not rendered("torch").all("Role")
 
 
@@ -216,8 +217,62 @@ def test_pools_have_their_own_devices() -> None:
 def test_replicas_are_left_to_whoever_scales() -> None:
     for pool in WORKERS:
         assert "replicas" not in rendered("everything").programs[pool]["spec"]
+        assert "replicas" not in rendered("autoscaler").programs[pool]["spec"]
         assert rendered("torch").programs[pool]["spec"]["replicas"] == 1
     assert "replicas" not in rendered("everything").programs["bridge"]["spec"]
+
+
+# --- pdq's own autoscaler ---------------------------------------------------------------------------------------------
+
+
+def test_the_autoscaler_runs_as_the_account_that_may_scale() -> None:
+    chart = rendered("autoscaler")
+    account = pod(chart.programs["autoscaler"])["serviceAccountName"]
+    [binding] = chart.all("RoleBinding").values()
+    assert [subject["name"] for subject in binding["subjects"]] == [account]
+    assert account in chart.all("ServiceAccount")
+    others = {pod(workload)["serviceAccountName"] for name, workload in chart.programs.items() if name != "autoscaler"}
+    assert account not in others
+
+
+def test_the_autoscaler_is_told_which_deployments_are_its_pools() -> None:
+    chart = rendered("autoscaler")
+    settings = load(environment(chart, "autoscaler"))
+    assert {settings.kubernetes.prefill_deployment, settings.kubernetes.decode_deployment} <= set(
+        chart.all("Deployment")
+    )
+    assert (settings.scaling.prefill_max, settings.scaling.in_window_s) == (16, 120)
+    arguments = container(chart.programs["autoscaler"])["args"]
+    assert arguments[arguments.index("--model") + 1] == MODEL["name"]
+    assert arguments[arguments.index("--actuator") + 1] == "kubernetes"
+
+
+def test_the_autoscalers_metrics_are_served_where_they_are_scraped() -> None:
+    chart = rendered("autoscaler")
+    program = container(chart.programs["autoscaler"])
+    [port] = program["ports"]
+    assert environment(chart, "autoscaler")["PDQ_SCALING_METRICS_PORT"] == str(port["containerPort"])
+    assert environment(chart, "autoscaler")["PDQ_SCALING_METRICS_HOST"] == "0.0.0.0"
+    assert program["readinessProbe"]["httpGet"]["port"] == port["name"]
+    [service] = chart.one("Service", "pdq-autoscaler")["spec"]["ports"]
+    assert service["targetPort"] == port["name"]
+    monitor = chart.one("ServiceMonitor", "pdq-autoscaler")["spec"]
+    assert [entry["port"] for entry in monitor["endpoints"]] == [service["name"]]
+    assert selects(monitor["selector"], chart.one("Service", "pdq-autoscaler")["metadata"]["labels"])
+
+
+@pytest.mark.parametrize("port", [443, 6443])
+def test_only_the_autoscaler_reaches_the_api_server(port: int) -> None:
+    for case in ("autoscaler", "torch"):
+        chart = rendered(case)
+        for component in chart.programs:
+            rules = chart.one("NetworkPolicy", f"pdq-{component}")["spec"]["egress"]
+            reached = [rule for rule in rules if port in [entry["port"] for entry in rule.get("ports", [])]]
+            assert bool(reached) is (component == "autoscaler")
+    [rule] = [
+        it for it in rendered("autoscaler").one("NetworkPolicy", "pdq-autoscaler")["spec"]["egress"] if "to" in it
+    ]
+    assert rule["to"] == [{"ipBlock": {"cidr": "192.0.2.1/32"}}]
 
 
 # --- Who may talk to whom ---------------------------------------------------------------------------------------------
@@ -317,6 +372,9 @@ def test_an_aggregated_pool_scales_by_the_prefill_queue() -> None:
         ({"model": MODEL, "nats": {"replicas": 2}}, "/nats/replicas"),
         ({"model": MODEL, "bridge": {"ingress": {"enabled": True}}}, "ingress.host"),
         ({"engine": "vllm"}, "/engine"),
+        ({"model": MODEL, "autoscaler": {"enabled": True}, "keda": {"enabled": True}}, "choose one"),
+        ({"model": MODEL, "autoscaler": {"enabled": True}, "prefill": {"enabled": False}}, "prefill.enabled"),
+        ({"model": MODEL, "autoscaler": {"enabled": True, "replicas": 0}}, "/autoscaler/replicas"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_their_name(values: dict[str, Any], complaint: str) -> None:

@@ -21,7 +21,7 @@ ROOT = DEPLOY.parent
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 COMPOSE = DEPLOY / "compose"
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-ROLES = {"bridge", "reaper", "worker-sim", "worker-torch"}
+ROLES = {"autoscaler", "bridge", "reaper", "worker-sim", "worker-torch"}
 PROGRAM = Path(sys.executable).parent
 
 
@@ -105,19 +105,21 @@ def test_no_image_asks_a_hub_for_anything(role: str) -> None:
     assert inherited(role, "ENTRYPOINT") == inherited("base", "ENTRYPOINT")
 
 
-def test_only_workers_carry_ucx_and_only_torch_workers_torch() -> None:
+def test_only_workers_carry_ucx_only_torch_workers_torch_and_only_the_autoscaler_a_kubernetes_client() -> None:
     made = {
         part: subprocess.run(
             [sys.executable, DEPLOY / "docker" / "requirements.py", part],
             cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout.split("\n")
-        for part in ("control", "worker", "torch")
+        for part in ("control", "worker", "torch", "kubernetes")
     }  # fmt: skip
-    assert not [line for line in made["control"] if re.match("ucx|torch|transformers", line)]
+    assert not [line for line in made["control"] if re.match("ucx|torch|transformers|kubernetes", line)]
+    assert [line for line in made["kubernetes"] if line] == ["kubernetes-asyncio>=32"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*made["control"], *made["worker"]} - {""} == set(project["dependencies"])
     sources = {role: re.findall(r"--from=(\S+)", json.dumps(stages()[role][1])) for role in ROLES}
     assert sources == {
+        "autoscaler": ["build-autoscaler"],
         "bridge": ["build"],
         "reaper": ["build"],
         "worker-sim": ["build-worker"],

@@ -56,6 +56,9 @@ pdq-{{ .name }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- $found = append $found . }}
 {{- end }}
 {{- end }}
+{{- if .Values.autoscaler.enabled }}
+{{- $found = append $found "autoscaler" }}
+{{- end }}
 {{- append $found "reaper" | toJson }}
 {{- end -}}
 
@@ -81,9 +84,15 @@ metadata:
     {{- end }}
 {{- end -}}
 
+{{/* Arguments: root, values, asks: whether it asks Kubernetes anything. */}}
 {{- define "pdq.podSpec" -}}
+{{- if .asks }}
+serviceAccountName: {{ include "pdq.fullname" .root }}-autoscaler
+automountServiceAccountToken: true
+{{- else }}
 serviceAccountName: {{ include "pdq.fullname" .root }}
 automountServiceAccountToken: false
+{{- end }}
 # Kubernetes would put PDQ_BRIDGE_PORT=tcp://... into every pod beside a Service of that name; pdq refuses such settings.
 enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}
