@@ -1,6 +1,5 @@
 """``pdq autoscaler``: sizes the pools of one model, on a fleet. ``pdq up --autoscale`` does the same on one machine."""
 
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -12,12 +11,9 @@ import typer
 from pdq.cli.find import DEFAULT_STATE_DIR, OfModel, StateDir, environment, served_model
 
 if TYPE_CHECKING:
-    from pdq.adapters.kubernetes import Request
     from pdq.connect import Connected
     from pdq.core.settings import Settings
     from pdq.ports import Actuator
-
-log = logging.getLogger(__name__)
 
 By = Literal["kubernetes", "advise"]
 
@@ -85,8 +81,5 @@ async def _actuator(
         return
     from pdq.cli import kubernetes
 
-    def tell(request: "Request") -> None:
-        log.info("%s %s %s %s", "would send" if dry_run else "sends", request.method, request.path, request.body)
-
-    async with kubernetes.actuator(settings.kubernetes, dry_run, tell) as actuator:
+    async with kubernetes.actuator(settings.kubernetes, dry_run) as actuator:
         yield actuator

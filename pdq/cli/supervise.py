@@ -218,8 +218,10 @@ class Workers:
         name = f"{pool}-{number}"
         child = Child(name, (), self._logs / f"{name}.log", self._environ)
         it = Worker(child, pool=pool, number=number, worker=mint_worker_id(pool))
-        self._workers.append(it)
         self._launch(it, it.worker)
+        if it.resting:  # there is no process yet of which anybody could take care
+            raise Unavailable(it.trouble)
+        self._workers.append(it)
 
     def _launch(self, it: Worker, worker: str) -> None:
         it.worker, it.away, it.resting = worker, False, False
