@@ -17,9 +17,10 @@ from pdq.bridge.reply import Reply
 from pdq.core import errors, names
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
-from pdq.core.messages import Cancel, End, Failure, OutputAnswer, Resend, TokenEntry, TokenFrame, Usage
+from pdq.core.messages import Cancel, End, Failure, OutputAnswer, Resend, TokenEntry, TokenFrame
 from pdq.core.stream import Assembler
 from pdq.ports import Changes, HandoffLedger, Record, Subscription, TokenBus
+from pdq.stages.endings import recorded_end
 
 log = logging.getLogger(__name__)
 
@@ -289,19 +290,7 @@ def _tries(stream: Stream, record: Record) -> int:
 
 def _end_of(record: Record | None, delivered: int) -> End:
     """The end as its record tells it, for a stream that got ``delivered`` tokens."""
-    if record is None:
-        lost = Failure(errors.StreamLost.code, "the request's record is gone, and no token came for a long time")
-        return End(state="failed", error=lost)
-    usage = Usage(record.prompt_tokens, delivered)
-    if record.state is State.DONE:
-        if delivered >= record.emitted and record.ended_code in ("stop", "length"):
-            return End(state="done", finish_reason="stop" if record.ended_code == "stop" else "length", usage=usage)
-        text = f"the request is done, but {record.emitted - delivered} of its {record.emitted} tokens are lost"
-        return End(state="failed", usage=usage, error=Failure(errors.StreamLost.code, text))
-    state = {State.FAILED: "failed", State.CANCELLED: "cancelled", State.EXPIRED: "expired"}[record.state]
-    code = record.ended_code or state
-    return End(
-        state=state,  # type: ignore[arg-type]
-        usage=usage,
-        error=Failure(code, record.ended_message or f"the request has {state}"),
-    )
+    if record is not None:
+        return recorded_end(record, delivered)
+    lost = Failure(errors.StreamLost.code, "the request's record is gone, and no token came for a long time")
+    return End(state="failed", error=lost)

@@ -16,13 +16,12 @@ import typer
 from pdq.cli.find import DEFAULT_STATE_DIR, StateDir, System, talk
 from pdq.core import names
 from pdq.core.errors import DeadlineExceeded, InvalidRequest, LedgerRefusal, RequestCancelled, Unavailable
-from pdq.core.handoff import Event, State
+from pdq.core.handoff import Event
 from pdq.core.lease import RecordKey
 from pdq.core.messages import (
     Cancel,
     ChatMessage,
     End,
-    Failure,
     OutputAnswer,
     PrefillJob,
     Resend,
@@ -35,6 +34,7 @@ from pdq.core.messages import (
 from pdq.core.settings import Settings
 from pdq.core.stream import Assembler
 from pdq.ports import Changes, Queue, Record
+from pdq.stages.endings import recorded_end
 
 GRACE_S: Final = 5.0
 """Past its timeout a request gets this long for its terminal event to arrive."""
@@ -96,7 +96,11 @@ class Request:
             frame = await asyncio.wait_for(self._frames.get(), self._silence_s)
         except TimeoutError:
             record = await self._record()
-            return [_end_of(record, self._output)] if record and record.state.terminal else []
+            if record is None or not record.state.terminal:
+                return []
+            self._output.ended = True
+            at = self._output.next_seq
+            return [TokenEntry(record.key.request_id, at, end=recorded_end(record, at))]
         fresh: list[TokenEntry] = []
         for entry in frame.entries:
             self._request_id = self._request_id or entry.request_id
@@ -113,14 +117,6 @@ class Request:
             return await self._system.ledger.read(RecordKey(self._job.model, self._request_id))
         live = await self._system.ledger.live(self._job.model)
         return next((record for record in live if record.reply_to == self._job.reply_to), None)
-
-
-def _end_of(record: Record, output: Assembler) -> TokenEntry:
-    """The terminal event that a record stands for, when nobody sent it."""
-    output.ended = True
-    error = None if record.state is State.DONE else Failure(record.ended_code, record.ended_message)
-    end = msgspec.convert({"state": record.state, "error": error}, End)
-    return TokenEntry(record.key.request_id, output.next_seq, end=end)
 
 
 async def served_model(system: System, wanted: str | None) -> str:

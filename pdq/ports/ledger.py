@@ -10,7 +10,7 @@ from pdq.core.handoff import Event, Side, State
 from pdq.core.layout import KvLayout
 from pdq.core.lease import Hold, Lease, RecordKey
 from pdq.core.load import Load
-from pdq.core.messages import Policy, Priority
+from pdq.core.messages import End, Policy, Priority
 
 
 class Locator(Struct, frozen=True):
@@ -76,6 +76,8 @@ class Record(Struct, frozen=True):
     ended_code: str = ""
     """For a terminal record: finish reason, or error code."""
     ended_message: str = ""
+    end: End | None = None
+    """How a request that is done ended, where that is more than ``ended_code``: its worker may die before it says so."""
     created_ms: int = 0
     ended_ms: int = 0
 
@@ -95,6 +97,7 @@ class Changes(Struct, frozen=True, omit_defaults=True):
     max_new_tokens: int | None = None
     ended_code: str | None = None
     ended_message: str | None = None
+    end: End | None = None
 
 
 class Grant(Struct, frozen=True):
@@ -164,10 +167,12 @@ class HandoffLedger(Protocol):
     async def history(self, key: RecordKey) -> Sequence[LogEntry]: ...
 
     async def due(self, model: str, limit: int) -> Sequence[Record]:
-        """Live records of which a lease or the deadline has run out: the reaper's work. Cost grows with these only."""
+        """Live records of which a lease or the deadline has run out, and those that have been queued for a lease's time and
+        nobody has looked at since: the reaper's work. Cost grows with these only."""
 
-    async def reap(self, key: RecordKey) -> Record:
-        """Clear every lease that has run out and put the record back at its next real expiry; no state change."""
+    async def reap(self, key: RecordKey, *, look_again: bool = False) -> Record:
+        """Clear every lease that has run out and put the record back at its next real expiry; no state change.
+        ``look_again``: if it is queued, at most a lease's time away."""
 
     async def live(self, model: str) -> Sequence[Record]:
         """All records that are not terminal (for operators; cost grows with them)."""

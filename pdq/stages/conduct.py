@@ -65,6 +65,9 @@ class Conductor:
         except (errors.DeadlineExceeded, errors.AttemptsExhausted) as error:
             await self._endings.unhappy(key, error)
             return
+        except errors.RecordEnded:
+            await self._endings.repeat(key)
+            raise
         self.taken += 1
         with Work() as work:
             work.set_deadline(grant.record.deadline_ms - grant.now_ms)

@@ -14,6 +14,7 @@ from pdq.core.errors import (
     RecordNotFound,
     RequestCancelled,
     StaleEpoch,
+    StreamLost,
 )
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
@@ -73,14 +74,21 @@ class Endings:
         if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
             return True
         await self.tell_holders(key)
-        await self.emit(record, failed_end(record, error), emitted)
+        await self._emit(record, failed_end(record, error))
         return True
+
+    async def repeat(self, key: RecordKey) -> None:
+        """The request has ended, and there still was a job for it: whoever ended it may have died before it said so. Who
+        has cancelled it knows."""
+        record = await self._ledger.read(key)
+        if record is not None and record.state.terminal and record.state is not State.CANCELLED:
+            await self._emit(record, recorded_end(record, record.emitted))
 
     async def tell_holders(self, key: RecordKey) -> None:
         await self._bus.control(names.CANCEL_SUBJECT, Cancel((key.request_id,)))
 
-    async def emit(self, record: Record, end: End, seq: int) -> None:
-        entry = TokenEntry(request_id=record.key.request_id, seq=seq, end=end, client_id=record.client_id)
+    async def _emit(self, record: Record, end: End) -> None:
+        entry = TokenEntry(request_id=record.key.request_id, seq=record.emitted, end=end, client_id=record.client_id)
         await self._outbox.send(record.reply_to, (entry,))
 
 
@@ -90,3 +98,18 @@ def failed_end(record: Record, error: PdqError) -> End:
         usage=Usage(prompt_tokens=record.prompt_tokens, completion_tokens=record.emitted),
         error=Failure(code=error.code, message=str(error), retryable=error.retryable),
     )
+
+
+def recorded_end(record: Record, delivered: int) -> End:
+    """The end of a terminal record, for a requester that has got ``delivered`` tokens and not the end."""
+    usage = Usage(record.prompt_tokens, delivered)
+    if record.state is not State.DONE:
+        state = _WIRE[record.state]
+        failure = Failure(record.ended_code or state, record.ended_message or f"the request has {state}")
+        return End(state=state, usage=usage, error=failure)
+    if delivered < record.emitted:
+        missing = record.emitted - delivered
+        text = f"the request is done, but {missing} of its {record.emitted} tokens are lost"
+        return End(state="failed", usage=usage, error=Failure(StreamLost.code, text))
+    reason: Literal["stop", "length"] = "stop" if record.ended_code == "stop" else "length"
+    return record.end or End(state="done", finish_reason=reason, usage=usage)

@@ -33,9 +33,11 @@ class Finisher:
     async def finish(self, record: Record, epoch: int, output: Output, note: Mapping[str, Any]) -> None:
         """Send the end of ``output`` if the request is still ours to end. A ledger that is away is waited for: the
         output is complete, and only the ledger can say whether somebody else has ended the request meanwhile."""
-        assert output.finish is not None
-        changes = Changes(ended_code=output.finish.reason, emitted=len(output.tokens))
-        note = {**note, "finish_reason": output.finish.reason}
+        finish, last = output.finish, end_alone(record, output)
+        assert finish is not None
+        said = last.end if finish.tail or finish.stop_reason is not None else None
+        changes = Changes(ended_code=finish.reason, emitted=len(output.tokens), end=said)
+        note = {**note, "finish_reason": finish.reason}
         if failpoints.armed:
             await failpoints.hit("finish.before", record.key.request_id)
         while True:
@@ -52,4 +54,4 @@ class Finisher:
                 raise
         if failpoints.armed and await failpoints.hit("finish.after", record.key.request_id):
             return
-        await self._parts.outbox.send(record.reply_to, (end_alone(record, output),))
+        await self._parts.outbox.send(record.reply_to, (last,))

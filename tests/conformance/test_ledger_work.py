@@ -10,7 +10,7 @@ from pdq.adapters.processes import Server
 from pdq.core import errors, names
 from pdq.core.handoff import Event, Side, State
 from pdq.core.lease import Hold
-from pdq.core.messages import Policy
+from pdq.core.messages import End, Policy, Usage
 from pdq.ports import Changes, Grant, Locator, NewRecord, Record
 from tests.conformance.ledgers import (
     KV,
@@ -80,6 +80,7 @@ async def test_every_field_of_changes_is_written_and_read_back(world: World) -> 
         "max_new_tokens": 50,
         "ended_code": "x",
         "ended_message": "m\n",
+        "end": End(state="done", finish_reason="stop", stop_reason=7, tail="é\n", usage=Usage(1, 2)),
     }
     assert set(values) == set(Changes.__struct_fields__)
     await world.ledger.update(story.key, Side.SOURCE, story.source, Changes(**values))

@@ -181,6 +181,39 @@ def test_an_end_that_was_lost_is_sent_by_the_next_worker(two_sinks: Stack) -> No
     assert ended_once(stream)
 
 
+def held_back(stack: Stack) -> tuple[Sampling, Stream]:
+    """Sampling with a stop string that the last token may have begun: its text comes with the end, or never."""
+    plain = request(stack, PROMPT, sampling(max_tokens=20))
+    asked = sampling(max_tokens=20, stop=(plain.text[-1] + "\x00",))
+    undisturbed = request(stack, PROMPT, asked)
+    assert undisturbed.end is not None
+    assert undisturbed.end.tail == plain.text[-1]
+    return asked, undisturbed
+
+
+def die_when_done(stack: Stack) -> None:
+    for worker in stack.workers("decode"):
+        tell(stack, worker.worker, Failpoints("finish.after=kill*1"))
+
+
+def test_an_end_that_nobody_sent_comes_with_the_job_that_was_left(two_sinks: Stack) -> None:
+    """The worker dies when the record is done and the requester does not know it yet."""
+    asked, undisturbed = held_back(two_sinks)
+    die_when_done(two_sinks)
+    stream = request(two_sinks, PROMPT, asked)
+    assert stream.whole == undisturbed.whole
+    assert ended_once(stream)
+
+
+def test_an_http_answer_is_whole_when_its_end_was_never_sent(two_sinks: Stack) -> None:
+    asked, undisturbed = held_back(two_sinks)
+    die_when_done(two_sinks)
+    answer = two_sinks.complete(PROMPT, temperature=1.0, seed=5, max_tokens=20, stop=list(asked.stop))
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (undisturbed.whole[0], "length")
+    assert answer["usage"]["completion_tokens"] == 20
+
+
 def when_one_decodes(stack: Stack) -> int:
     """The process that decodes the one live request, once it does; else 0."""
     pids = {worker.worker: worker.pid for worker in stack.workers()}

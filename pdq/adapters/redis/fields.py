@@ -1,6 +1,6 @@
 """A record as a Redis hash: one field per fact, in words and numbers that an operator can read with ``valkey-cli HGETALL``.
 
-Fields that hold their default are left out. Only layout and locators are JSON.
+Fields that hold their default are left out. Only layout, locators and end are JSON.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ import msgspec
 from pdq.core.handoff import State
 from pdq.core.layout import KvLayout
 from pdq.core.lease import Lease, RecordKey
-from pdq.core.messages import Policy, Priority
+from pdq.core.messages import End, Policy, Priority
 from pdq.ports import Changes, Locator, NewRecord, Record
 
 _STATES: Final = {state.value.encode(): state for state in State}
+_end = msgspec.json.Decoder(End)
 _locators = msgspec.json.Decoder(tuple[Locator, ...])
 _encode = msgspec.json.Encoder().encode
 
@@ -59,7 +60,7 @@ def of_changes(changes: Changes | None) -> list[Argument]:
             continue
         if name == "layout":
             value = _layout_text(value)
-        elif name == "locators":
+        elif name in ("locators", "end"):
             value = _encode(value)
         elif name == "streaming":
             value = int(value)
@@ -76,6 +77,7 @@ def record(key: RecordKey, flat: Sequence[Any], drops: Sequence[bytes] = (), set
     layout = f.get(b"layout")
     locators = f.get(b"locators")
     first_token = f.get(b"first_token")
+    end = f.get(b"end")
     return Record(
         key=key,
         state=_STATES[f[b"state"]],
@@ -103,6 +105,7 @@ def record(key: RecordKey, flat: Sequence[Any], drops: Sequence[bytes] = (), set
         streams_lost=int(f.get(b"streams_lost", 0)),
         ended_code=f.get(b"ended_code", b"").decode(),
         ended_message=f.get(b"ended_message", b"").decode(),
+        end=_end.decode(end) if end else None,
         created_ms=int(f[b"created_ms"]),
         ended_ms=int(f.get(b"ended_ms", 0)),
     )
