@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 
 from pdq.core import names
 from pdq.core.errors import PdqError
+from pdq.core.handoff import State
 from pdq.core.load import total
-from pdq.ports import HandoffLedger, JobQueue, Load, Pool, Queue, WorkerInfo, WorkerRegistry
+from pdq.ports import HandoffLedger, JobQueue, Load, Pool, Queue, Record, WorkerInfo, WorkerRegistry
 
 FRESH_S: Final = 1.0
 TIMEOUT_S: Final = 2.0
@@ -69,19 +70,23 @@ class Readings(Collector):
 
     async def _read(self) -> _Reading:
         places = [(model, queue) for model in self._models for queue in Queue]
-        workers, depths, dead, loads, due = await asyncio.gather(
+        workers, depths, dead, loads, due, now_ms = await asyncio.gather(
             self._registry.workers(),
             asyncio.gather(*(self._queue.depth(queue, model) for model, queue in places)),
             asyncio.gather(*(self._queue.dead(model) for model in self._models)),
             asyncio.gather(*(self._ledger.load(model) for model in self._models)),
             asyncio.gather(*(self._ledger.due(model, OVERDUE_LIMIT) for model in self._models)),
+            self._ledger.now_ms(),
         )
         return _Reading(
             workers=[info for info in workers if info.model in self._models],
             depths=dict(zip(places, depths, strict=True)),
             dead=dict(zip(self._models, dead, strict=True)),
             loads=dict(zip(self._models, loads, strict=True)),
-            overdue=dict(zip(self._models, map(len, due), strict=True)),
+            overdue={
+                model: sum(_overdue(record, now_ms) for record in records)
+                for model, records in zip(self._models, due, strict=True)
+            },
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -170,3 +175,8 @@ class Readings(Collector):
         for info in reading.workers:
             tokens.add_metric((info.model, info.pool.value, info.worker), info.occupancy.tokens)
         yield tokens
+
+
+def _overdue(record: Record, now_ms: int) -> bool:
+    """A queued record whose deadline has not passed is due only for a look."""
+    return record.state is not State.QUEUED or record.deadline_ms <= now_ms

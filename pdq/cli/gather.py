@@ -4,16 +4,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import msgspec
-from msgspec import Struct
-
 from pdq.cli.find import System
 from pdq.core.audit import Finding, JobSeen, KvObject, ModelSeen, RecordSeen, View, WorkerSeen, audit, confirmed
 from pdq.core.handoff import Retain
-from pdq.core.ids import derive_request_id
 from pdq.core.lease import RecordKey
 from pdq.core.settings import LeaseSettings
 from pdq.ports import KvStore, Queue, Record, StoredJob
+from pdq.stages.stored import request_of
 
 SECOND_LOOK_S: Final = 0.5
 ANSWER_S: Final = 2.0
@@ -105,25 +102,10 @@ def _record(record: Record) -> RecordSeen:
     )
 
 
-class _PrefillJob(Struct):
-    request_id: str | None = None
-
-
-class _DecodeJob(Struct):
-    job: _PrefillJob
-
-
 def _jobs(queue: Queue, model: str, stored: Iterable[StoredJob], salt: str) -> list[JobSeen]:
-    found: list[JobSeen] = []
-    for job in stored:
-        try:
-            if queue is Queue.DECODE:
-                name = msgspec.json.decode(job.data, type=_DecodeJob).job.request_id
-            else:
-                name = msgspec.json.decode(job.data, type=_PrefillJob).request_id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # whoever is delivered it rejects it
-        # A producer's job gets its record, under this id, from the first worker that takes it.
-        request_id = name or derive_request_id(job.published_ms, salt, queue.value, model, job.sequence)
-        found.append(JobSeen(queue.value, job.sequence, job.published_ms, request_id, known=name is not None))
-    return found
+    named = ((job, request_of(queue, model, job, salt)) for job in stored)
+    return [
+        JobSeen(queue.value, job.sequence, job.published_ms, name.request_id, known=name.by_job)
+        for job, name in named
+        if name is not None
+    ]

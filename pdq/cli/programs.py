@@ -91,7 +91,7 @@ def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     async def reap(lifecycle: runtime.Lifecycle) -> None:
         async with connect(settings, NAME) as system:
             endings = Endings(system.ledger, system.bus, Outbox(system.bus, NAME), NAME)
-            work = Reaper(system.ledger, system.queue, endings, settings.lease)
+            work = Reaper(system.ledger, system.queue, system.bus, endings, settings.lease)
             # It holds nothing that could be finished first.
             await lifecycle.until(lifecycle.draining, work.run())
 

@@ -8,7 +8,7 @@ from typing import Final
 from pdq.cli.find import System
 from pdq.core import names
 from pdq.core.audit import Finding, Remedy
-from pdq.core.errors import AttemptsExhausted, LedgerRefusal
+from pdq.core.errors import JobLost, LedgerRefusal
 from pdq.core.lease import RecordKey
 from pdq.core.messages import Cancel, Control, Release
 from pdq.core.settings import LeaseSettings
@@ -25,7 +25,7 @@ class Reclaimer:
         self._system = system
         self._stores = {store.name: store for store in stores}
         self._endings = Endings(system.ledger, system.bus, Outbox(system.bus, NAME), NAME)
-        self._reaper = Reaper(system.ledger, system.queue, self._endings, lease)
+        self._reaper = Reaper(system.ledger, system.queue, system.bus, self._endings, lease)
 
     async def carry_out(self, findings: Sequence[Finding]) -> list[Finding]:
         """Do what can be done; the findings for which something was."""
@@ -42,7 +42,7 @@ class Reclaimer:
             case Remedy.ROUND:
                 await self._reaper.round()
             case Remedy.FAIL:
-                return await self._endings.unhappy(key, AttemptsExhausted("its job is lost: no queue has one for it"))
+                return await self._endings.unhappy(key, JobLost("no queue has a job for it"))
             case Remedy.RECOUNT:
                 await self._system.ledger.books(finding.model, mend=True)
             case Remedy.CANCEL:

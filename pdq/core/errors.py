@@ -18,6 +18,7 @@
     │   ├── IllegalTransition      TRANSITIONS has no row for this state and event
     │   ├── StaleEpoch             the author's lease was lost to another holder, or has run out
     │   └── LeaseHeld              someone else's lease is still running (carries remaining_ms)
+    ├── WorkerNotFound           no live worker has this name
     ├── TransferFailed           KV bytes did not arrive through this locator; the next one may work
     │   ├── PeerLost               connection refused, reset or timed out
     │   ├── HandoffUnknown         the source does not hold it (released, never offered, or wrong secret)
@@ -143,6 +144,10 @@ class LeaseHeld(LedgerRefusal):
     def __init__(self, message: str, *, remaining_ms: int) -> None:
         super().__init__(message)
         self.remaining_ms = remaining_ms
+
+
+class WorkerNotFound(PdqError):
+    code = "worker_not_found"
 
 
 class TransferFailed(PdqError):

@@ -1,6 +1,7 @@
 """The reaper: speaks for the dead, and for requests whose time is over.
 
-It visits only records of which something has run out, so its cost grows with expiries and not with live requests.
+It visits only records of which something has run out, and queued ones once for a look at whether anybody will ever work
+on them (``lost``): its cost grows with expiries and not with live requests.
 Several may run: every step is one atomic event, and who comes second changes nothing.
 """
 
@@ -15,9 +16,10 @@ from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
 from pdq.core.messages import DecodeJob, PrefillJob, decode
 from pdq.core.settings import LeaseSettings
-from pdq.ports import Changes, HandoffLedger, JobQueue, Queue, Record
+from pdq.ports import Changes, HandoffLedger, JobQueue, Queue, Record, TokenBus
 from pdq.stages.conduct import NOT_OURS
 from pdq.stages.endings import Endings
+from pdq.stages.lost import LostJobs
 from pdq.stages.recover import may_offer_again
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,13 @@ NAME: Final = "reaper"
 
 
 class Reaper:
-    def __init__(self, ledger: HandoffLedger, jobs: JobQueue, endings: Endings, settings: LeaseSettings) -> None:
+    def __init__(
+        self, ledger: HandoffLedger, jobs: JobQueue, bus: TokenBus, endings: Endings, settings: LeaseSettings
+    ) -> None:
         self._ledger = ledger
         self._jobs = jobs
         self._endings = endings
+        self._lost = LostJobs(ledger, jobs, bus, endings)
         self._period_s = settings.reaper_period_ms / 1000
 
     async def run(self) -> None:
@@ -53,11 +58,14 @@ class Reaper:
             await failpoints.hit("reaper.round")
         visited = 0
         for model in await self._ledger.models():
+            queued: list[Record] = []
             while due := await self._ledger.due(model, BATCH):
                 now_ms = await self._ledger.now_ms()
                 for record in due:
                     await self._visit(record, now_ms)
+                queued += [record for record in due if _waits(record, now_ms)]
                 visited += len(due)
+            await self._lost.look(model, queued)
         return visited
 
     async def _visit(self, record: Record, now_ms: int) -> None:
@@ -65,7 +73,10 @@ class Reaper:
         try:
             if failpoints.armed:
                 await failpoints.hit("reaper.visit", key.request_id)
-            if record.deadline_ms <= now_ms:
+            if _waits(record, now_ms):
+                # Until it is settled: this reaper may die, too.
+                await self._ledger.reap(key, look_again=True)
+            elif record.deadline_ms <= now_ms:
                 late = errors.DeadlineExceeded(f"the deadline passed while the request was {record.state}")
                 await self._endings.unhappy(key, late)
             elif record.state is State.PREFILLING and _ran_out(record, Event.REQUEUE, now_ms):
@@ -100,6 +111,10 @@ class Reaper:
         if job.request_id is not None:
             gone = errors.AttemptsExhausted(f"the {queue} job was delivered too often without being finished")
             await self._endings.unhappy(RecordKey(job.model, job.request_id), gone)
+
+
+def _waits(record: Record, now_ms: int) -> bool:
+    return record.state is State.QUEUED and now_ms < record.deadline_ms
 
 
 def _ran_out(record: Record, event: Event, now_ms: int) -> bool:

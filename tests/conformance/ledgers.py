@@ -56,7 +56,7 @@ class World:
 
 
 @asynccontextmanager
-async def memory_world(model: str) -> AsyncIterator[World]:
+async def memory_world(model: str, lease: LeaseSettings | None = None) -> AsyncIterator[World]:
     """The in-memory ledger under a clock that steps."""
     now = 1_700_000_000_000
 
@@ -64,14 +64,14 @@ async def memory_world(model: str) -> AsyncIterator[World]:
         nonlocal now
         now += ms
 
-    yield World(MemoryLedger(LeaseSettings(), clock=lambda: now), step, model)
+    yield World(MemoryLedger(lease or LeaseSettings(), clock=lambda: now), step, model)
 
 
 @asynccontextmanager
-async def redis_world(url: str, model: str) -> AsyncIterator[World]:
+async def redis_world(url: str, model: str, lease: LeaseSettings | None = None) -> AsyncIterator[World]:
     """A real server under its own clock: ``advance`` waits until that clock is there."""
     client = await connect(RedisSettings(url=url))
-    ledger = RedisLedger(client, LeaseSettings())
+    ledger = RedisLedger(client, lease or LeaseSettings())
 
     async def wait(ms: int) -> None:
         until = await ledger.now_ms() + ms

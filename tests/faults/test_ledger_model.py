@@ -27,6 +27,8 @@ from pdq.core.settings import LeaseSettings, RedisSettings
 from pdq.ports import Changes, NewRecord
 
 TTL = 300
+LOOK = 700
+"""After so long in ``queued`` the reaper shall look."""
 CLOCK_KEY = "pdq:test:clock"
 STEERED = f"local function clock() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
 
@@ -53,6 +55,7 @@ class Model:
     source: tuple[str, int, int] | None = None
     sink: tuple[str, int, int] | None = None
     emitted: int = 0
+    look: int | None = None
     log: list[str] = field(default_factory=lambda: ["enqueue"])
 
     @property
@@ -65,6 +68,9 @@ class Model:
 
     def expiry(self) -> int:
         return min([self.deadline, *(lease[2] for lease in (self.source, self.sink) if lease)])
+
+    def due(self) -> int:
+        return self.expiry() if self.look is None or self.state != "queued" else min(self.expiry(), self.look)
 
     def resting(self) -> tuple[str, int, int] | None:
         return {"prefilling": self.source, "ready": self.sink, "fetched": self.sink}.get(self.state)
@@ -125,7 +131,7 @@ class Model:
             case "yield":
                 self.state, self.sink = "ready", None
             case "requeue":
-                self.state, self.source, self.sink = "queued", None, None
+                self.state, self.source, self.sink, self.look = "queued", None, None, now + LOOK
             case _:
                 ends = {"finish": "done", "fail": "failed", "cancel": "cancelled", "expire": "expired"}
                 self.state, self.source, self.sink = ends[event], None, None
@@ -168,7 +174,7 @@ class Storm(RuleBasedStateMachine):
                 priority=CLASSES[name],
             )
             self.run(self.ledger.enqueue(new))
-            self.records[name] = Model(self.now + timeout, max_attempts, retain, prompt)
+            self.records[name] = Model(self.now + timeout, max_attempts, retain, prompt, look=self.now + LOOK)
 
     def run(self, coroutine: Any) -> Any:
         """The result, or the refusal."""
@@ -270,17 +276,18 @@ class Storm(RuleBasedStateMachine):
             if kept and lease:
                 setattr(self.records[hold.key.request_id], side.value, (lease[0], lease[1], self.now + TTL))
 
-    @rule(request=requests)
-    def reap(self, request: str) -> None:
-        self.run(self.ledger.reap(self.key(request)))
+    @rule(request=requests, again=st.booleans())
+    def reap(self, request: str, again: bool) -> None:
+        self.run(self.ledger.reap(self.key(request), look_again=again))
         record = self.records[request]
+        record.look = self.now + LOOK if again else None
         record.source = record.source if record.source and self.now < record.source[2] else None
         record.sink = record.sink if record.sink and self.now < record.sink[2] else None
 
     @rule(request=requests, off=st.sampled_from([-1, 0, 1]))
     def lapse(self, request: str, off: int) -> None:
         """Time passes until just before, at, or just after the moment when something of this request runs out."""
-        self.step(max(0, self.records[request].expiry() + off - self.now))
+        self.step(max(0, self.records[request].due() + off - self.now))
 
     @rule(ms=st.sampled_from([1, 100, TTL, 1_000]))
     def step(self, ms: int) -> None:
@@ -317,7 +324,7 @@ class Storm(RuleBasedStateMachine):
         assert load.queued == {of: {who: record.count} for of, who, record in there if record.state == "queued"}
         assert load.accepted == total(record.count for _, _, record in there)
         assert load.ended == total(record.count for _, _, record in there if not record.live)
-        late = {name for name, record in self.records.items() if record.live and record.expiry() <= self.now}
+        late = {name for name, record in self.records.items() if record.live and record.due() <= self.now}
         assert {record.key.request_id for record in due} == late
         assert {record.key.request_id for record in live} == {n for n, record in self.records.items() if record.live}
 
@@ -325,7 +332,7 @@ class Storm(RuleBasedStateMachine):
 def test_no_storm_makes_the_ledger_and_the_contract_disagree(valkey: Server) -> None:
     with asyncio.Runner() as runner:
         client = runner.run(connect(RedisSettings(url=valkey.url)))
-        ledger = RedisLedger(client, LeaseSettings(), clock=STEERED)
+        ledger = RedisLedger(client, LeaseSettings(ttl_ms=LOOK), clock=STEERED)
         machine = type("Storm", (Storm,), {"runner": runner, "client": client, "ledger": ledger})
         try:
             run_state_machine_as_test(

@@ -50,9 +50,12 @@ class MemoryLedger:
 
     def __init__(self, lease: LeaseSettings, *, clock: Callable[[], int] = wall_clock_ms) -> None:
         self._clock = clock
+        self._look_ms = lease.ttl_ms
         self._ended_ttl_ms = lease.ended_ttl_s * 1000
         self._records: dict[RecordKey, Record] = {}
         self._logs: dict[RecordKey, deque[LogEntry]] = {}
+        self._looks: dict[RecordKey, int] = {}
+        """When a queued record comes up for a look."""
         self._ended: deque[tuple[int, RecordKey]] = deque()
         self._totals: defaultdict[str, Count] = defaultdict(Count)
         self._models: set[str] = set()
@@ -61,6 +64,7 @@ class MemoryLedger:
     async def close(self) -> None:
         self._records.clear()
         self._logs.clear()
+        self._looks.clear()
         self._ended.clear()
 
     # --- Changes ------------------------------------------------------------------------------------------------------
@@ -76,6 +80,7 @@ class MemoryLedger:
         self._models.add(new.key.model)
         self._records[new.key] = record
         self._logs[new.key] = deque(maxlen=LOG_LIMIT)
+        self._look_at(record, now)
         self._log(record, now, "enqueue", "", 0, {})
         return record, True
 
@@ -120,11 +125,12 @@ class MemoryLedger:
                 self._records[hold.key] = replace(record, **{hold.side.value: lease})
         return lost
 
-    async def reap(self, key: RecordKey) -> Record:
+    async def reap(self, key: RecordKey, *, look_again: bool = False) -> Record:
         now = self._tick()
         record = self._found(key, "reap")
         run_out = {side.value: None for side in Side if not _running(record, side, now)}
         self._records[key] = record = replace(record, **run_out)
+        self._look_at(record, now if look_again else None)
         return record
 
     def _cause(
@@ -185,6 +191,7 @@ class MemoryLedger:
             self._ended.append((now + self._ended_ttl_ms, key))
             self._totals[key.model] = total((self._totals[key.model], _count(record)))
         self._records[key] = record = replace(record, **change)
+        self._look_at(record, now)
         self._log(record, now, event.value, worker, epoch or 0, note)
         return record
 
@@ -238,8 +245,8 @@ class MemoryLedger:
 
     async def due(self, model: str, limit: int) -> Sequence[Record]:
         now = self._tick()
-        overdue = [record for record in self._live(model) if _expiry(record) <= now]
-        return sorted(overdue, key=_expiry)[:limit]
+        overdue = [record for record in self._live(model) if self._due_at(record) <= now]
+        return sorted(overdue, key=self._due_at)[:limit]
 
     async def live(self, model: str) -> Sequence[Record]:
         return sorted(self._live(model), key=_expiry)
@@ -275,6 +282,16 @@ class MemoryLedger:
 
     async def salt(self) -> str:
         return self._salt
+
+    def _look_at(self, record: Record, now: int | None) -> None:
+        """If it is queued, it comes up for a look a lease's time after ``now``; None: no more."""
+        if now is not None and record.state is State.QUEUED:
+            self._looks[record.key] = now + self._look_ms
+        else:
+            self._looks.pop(record.key, None)
+
+    def _due_at(self, record: Record) -> int:
+        return min(_expiry(record), self._looks.get(record.key, record.deadline_ms))
 
     def _live(self, model: str) -> list[Record]:
         return [r for key, r in self._records.items() if key.model == model and not r.state.terminal]

@@ -1,4 +1,4 @@
--- Which records have a lease or a deadline that has run out, the longest overdue first.
+-- Which records have a lease or a deadline that has run out, or come up for a look, the longest overdue first.
 --
 -- KEYS  1 due (sorted set)
 -- ARGV  1 limit

@@ -43,7 +43,8 @@ class RedisLedger:
     def __init__(self, client_or_url: Redis | str, lease: LeaseSettings, *, clock: str = SERVER_CLOCK) -> None:
         self._owned = client_for(RedisSettings(url=client_or_url)) if isinstance(client_or_url, str) else None
         self._link = Link(self._owned or client_or_url)  # type: ignore[arg-type]
-        self._rules = {event: _encode(_executable(event, lease.ended_ttl_s * 1000)) for event in Event}
+        self._rules = {event: _encode(_executable(event, lease)) for event in Event}
+        self._look_ms = lease.ttl_ms
         head = source("record")
         self._enqueue = Script(clock, head, source("enqueue"))
         self._transition = Script(clock, head, source("transition"))
@@ -68,6 +69,7 @@ class RedisLedger:
             _keys(new.key),
             new.key.request_id,
             new.timeout_ms,
+            self._look_ms,
             *fields.of_new(new),
             # First the index: a model without records is harmless, records that no reaper finds are not.
             after=("SADD", names.MODELS_KEY, new.key.model),
@@ -112,8 +114,8 @@ class RedisLedger:
                 lost += [batch[place] for place in await self._link.run(self._renew, keys, ttl_ms, *proofs)]
         return lost
 
-    async def reap(self, key: RecordKey) -> Record:
-        reply = await self._link.run(self._reap, _keys(key), key.request_id)
+    async def reap(self, key: RecordKey, *, look_again: bool = False) -> Record:
+        reply = await self._link.run(self._reap, _keys(key), key.request_id, self._look_ms if look_again else "")
         return fields.record(key, *_allowed(reply, key, "reap"))
 
     async def _cause(
@@ -179,7 +181,7 @@ class RedisLedger:
         found = await self.read_many(keys)
         for key, record in zip(keys, found, strict=True):
             if record is None:  # evicted or deleted by hand: the script looks again, and takes it off the list
-                await self._link.run(self._reap, _keys(key), key.request_id)
+                await self._link.run(self._reap, _keys(key), key.request_id, "")
         return [record for record in found if record is not None]
 
     async def live(self, model: str) -> Sequence[Record]:
@@ -227,7 +229,7 @@ class RedisLedger:
         return stored.decode()
 
 
-def _executable(event: Event, ended_ttl_ms: int) -> dict[str, Any]:
+def _executable(event: Event, lease: LeaseSettings) -> dict[str, Any]:
     """One event's rows of the tables, as ``transition.lua`` takes them."""
     rule = RULES[event]
     moves = predecessors(event)
@@ -242,7 +244,8 @@ def _executable(event: Event, ended_ttl_ms: int) -> dict[str, Any]:
         "moves_source_to_sink": rule.moves_source_to_sink,
         "voids": KV_FIELDS if rule.voids_kv else (),
         "counts_attempt": rule.counts_attempt,
-        "ended_ttl_ms": ended_ttl_ms,
+        "look_ms": lease.ttl_ms,
+        "ended_ttl_ms": lease.ended_ttl_s * 1000,
     }
 
 

@@ -1,7 +1,7 @@
 -- Clears the leases that have run out and puts the record back at its next expiry, whatever `due` said of it.
 --
 -- KEYS  see record.lua
--- ARGV  1 request id
+-- ARGV  1 request id  2 next look in ms, or ""
 -- Reply see record.lua
 
 if not open() then
@@ -12,5 +12,5 @@ for _, side in ipairs(SIDES) do
   if not running(side) then clear(side) end
 end
 scored = nil
-save()
+save(tonumber(ARGV[2]))
 return done('ok')

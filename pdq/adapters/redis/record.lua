@@ -138,17 +138,20 @@ local function open()
   for i = 1, #stored, 2 do record[stored[i]] = stored[i + 1] end
   count(-1)
   freed = live() and {amounts()}
-  scored = expiry()
+  -- What is queued may stand there for a look.
+  scored = record.state ~= 'queued' and expiry()
   return record.state ~= nil
 end
 
-local function save()
+-- A record that is queued comes up for a look after look_ms, if given.
+local function save(look_ms)
   if #drops > 0 then redis.call('HDEL', KEYS[1], unpack(drops)) end
   if #sets > 0 then redis.call('HSET', KEYS[1], unpack(sets)) end
   count(1)
   if freed and not live() then add('ended', 1, unpack(freed)) end
   save_counters()
   local at = expiry()
+  if look_ms and record.state == 'queued' then at = math.min(at, now + look_ms) end
   if not at then
     redis.call('ZREM', KEYS[4], ARGV[1])
   elseif at ~= scored then

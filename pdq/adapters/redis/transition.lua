@@ -4,7 +4,7 @@
 -- KEYS  see record.lua
 -- ARGV  1 request id
 --       2 rule (JSON): event, moves {from: to}, ends, author, rests_on {state: side}, claims, releases {retain: [side]},
---         moves_source_to_sink, voids [field], counts_attempt, ended_ttl_ms
+--         moves_source_to_sink, voids [field], counts_attempt, look_ms, ended_ttl_ms
 --       3 epoch that the author names, or ""   4 worker, or ""   5 lease TTL in ms   6 note (JSON)   7.. field, value
 -- Reply see record.lua
 
@@ -64,7 +64,7 @@ put('state', target)
 put_all(7)
 if rule.ends then put('ended_ms', now) end
 
-save()
+save(rule.look_ms)
 log(rule.event, worker, epoch ~= '' and epoch or 0, ARGV[6])
 if rule.ends then
   redis.call('PEXPIRE', KEYS[1], rule.ended_ttl_ms)

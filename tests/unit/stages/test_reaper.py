@@ -37,7 +37,7 @@ async def test_a_request_that_somebody_claims_in_the_same_moment_does_not_end_th
     world.now_ms += TTL_MS
     ledger: HandoffLedger = Overtaken(world)  # type: ignore[assignment]
     endings = Endings(ledger, world.parts.bus, world.parts.outbox, "reaper")
-    assert await Reaper(ledger, world.queue, endings, LeaseSettings()).round() == 1
+    assert await Reaper(ledger, world.queue, world.bus, endings, LeaseSettings()).round() == 1
     now = await world.read(record.key)
     assert now.state is State.READY
     assert now.sink is not None
