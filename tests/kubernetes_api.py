@@ -21,8 +21,10 @@ import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from aiohttp import web
 
 from tests.kubernetes_patches import Object, Refusal, patched
@@ -53,7 +55,7 @@ class KubernetesApi:
     namespace: str = "llm"
     rules: Sequence[Mapping[str, Any]] = field(default_factory=lambda: EVERYTHING)
     kubelet: bool = True
-    """New pods run and are ready at once; without it they have no node."""
+    """New pods run and are ready at once; without it they have no node until ``start`` and ``ready`` are called."""
     tls: ssl.SSLContext | None = None
     before: Callable[[Recorded], None] = lambda request: None
     """Called before a request is judged: what somebody else does meanwhile."""
@@ -106,6 +108,17 @@ class KubernetesApi:
         self.deployments[name]["spec"]["replicas"] = replicas
         self._written(self.deployments[name])
         self._reconcile(name)
+
+    def start(self, pod: str) -> None:
+        """It has got a node, and its container runs."""
+        self.pods[pod]["spec"]["nodeName"] = f"node-of-{pod}"
+        self.pods[pod]["status"] = {"phase": "Running", "conditions": _conditions(ready=False)}
+        self._written(self.pods[pod])
+
+    def ready(self, pod: str) -> None:
+        """Its readiness probe succeeds."""
+        self.pods[pod]["status"]["conditions"] = _conditions(ready=True)
+        self._written(self.pods[pod])
 
     def unready(self, pod: str) -> None:
         """Its readiness probe fails."""
@@ -363,3 +376,23 @@ def _selector(text: str) -> Callable[[Mapping[str, str]], bool]:
         raise Refusal(400, "BadRequest", f"unable to parse requirement: {text}")
     pairs = {found[1]: found[2] for found in wanted if found}
     return lambda labels: pairs.items() <= labels.items()
+
+
+def kubeconfig(api: KubernetesApi, file: Path, **context: str) -> str:
+    """With a context that leads to it, and one that leads nowhere."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "clusters": [
+            {"name": "stand-in", "cluster": {"server": api.url}},
+            {"name": "nowhere", "cluster": {"server": "http://127.0.0.1:1"}},
+        ],
+        "users": [{"name": "somebody", "user": {"token": TOKEN}}],
+        "contexts": [
+            {"name": "here", "context": {"cluster": "stand-in", "user": "somebody", **context}},
+            {"name": "away", "context": {"cluster": "nowhere", "user": "somebody"}},
+        ],
+    }
+    file.write_text(yaml.safe_dump(config))
+    return str(file)

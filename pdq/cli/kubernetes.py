@@ -6,10 +6,9 @@ It asks nothing of NATS, and Redis only for which workers are missed least; with
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -73,16 +72,18 @@ async def actuator(
     Raises:
         InvalidSettings: the optional dependencies are missing, or nothing leads to an API server.
     """
-    async with _adapter().connect(settings, rehearse, on_change) as connected:
+    with _optional():
+        from pdq.adapters.kubernetes import connect
+    async with connect(settings, rehearse, on_change) as connected:
         yield connected
 
 
-def _adapter() -> ModuleType:
+@contextmanager
+def _optional() -> Iterator[None]:
     try:
-        from pdq.adapters import kubernetes
+        yield
     except ModuleNotFoundError as error:
         raise InvalidSettings(f"{error.name} is not installed: `pip install 'pdq[kubernetes]'`") from error
-    return kubernetes
 
 
 def scale(
@@ -99,6 +100,9 @@ def scale(
             field="pool",
         )
 
+    with _optional():
+        from pdq.adapters.kubernetes import outline
+
     async def work() -> Sequence["Request"]:
         changes: list[Request] = []
         try:
@@ -113,7 +117,6 @@ def scale(
             if not dry_run:
                 raise
             _warn(f"an outline only: {error}; a pool that shrinks has the costs of its pods written first")
-            outline = _adapter().outline
             return [request for pool, replicas in sizes.items() for request in outline(settings, pool, replicas)]
 
     _show(asyncio.run(work()), dry_run, as_json)

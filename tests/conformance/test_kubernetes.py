@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-import yaml
 from kubernetes_asyncio.client import ApiClient, Configuration
 
 from pdq.adapters.kubernetes import KubernetesActuator, Request, connect
@@ -17,7 +16,7 @@ from pdq.core.errors import InvalidRequest, InvalidSettings, Unavailable
 from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool
 from tests.contract.chart import MODEL, Rendered
-from tests.kubernetes_api import TOKEN, KubernetesApi, Recorded
+from tests.kubernetes_api import TOKEN, KubernetesApi, Recorded, kubeconfig
 from tests.secured import Authority
 
 NAMES = {Pool.PREFILL: "pdq-prefill", Pool.DECODE: "pdq-decode"}
@@ -288,26 +287,6 @@ async def test_a_rehearsal_changes_nothing_and_shows_what_a_real_run_sends(api: 
 
 
 # --- How to get there -------------------------------------------------------------------------------------------------
-
-
-def kubeconfig(api: KubernetesApi, file: Path, **context: str) -> str:
-    """With a context that leads to it, and one that leads nowhere."""
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "clusters": [
-            {"name": "stand-in", "cluster": {"server": api.url}},
-            {"name": "nowhere", "cluster": {"server": "http://127.0.0.1:1"}},
-        ],
-        "users": [{"name": "somebody", "user": {"token": TOKEN}}],
-        "contexts": [
-            {"name": "here", "context": {"cluster": "stand-in", "user": "somebody", **context}},
-            {"name": "away", "context": {"cluster": "nowhere", "user": "somebody"}},
-        ],
-    }
-    file.write_text(yaml.safe_dump(config))
-    return str(file)
 
 
 async def test_a_kubeconfig_leads_to_the_server_and_names_the_namespace(api: KubernetesApi, tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""``pdq`` in front of a Kubernetes API server: a stand-in (``tests/kubernetes_api.py``) whose pods are real workers."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdq.adapters.processes import Child, Server
+from pdq.connect import Connected, connect
+from pdq.core import names
+from pdq.core.ids import mint_worker_id
+from pdq.core.messages import PrefillJob, Sampling, TokenFrame, encode
+from pdq.core.settings import load
+from pdq.ports import Queue
+from tests.kubernetes_api import KubernetesApi, kubeconfig
+
+REQUESTS = 30
+PDQ = (sys.executable, "-m", "pdq.cli")
+
+
+@dataclass
+class Done:
+    status: int
+    out: str
+    err: str
+
+
+async def pdq(*arguments: str, **environ: str) -> Done:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PDQ_", "KUBE"))}
+    process = await asyncio.create_subprocess_exec(
+        *PDQ, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=clean | environ
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    return Done(process.returncode or 0, out.decode(), err.decode())
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubernetesApi]:
+    async with KubernetesApi() as api:
+        api.deploy("pdq-prefill", 3)
+        api.deploy("pdq-decode", 2)
+        yield api
+
+
+@pytest.fixture
+def environ(api: KubernetesApi, tmp_path: Path) -> dict[str, str]:
+    config = kubeconfig(api, tmp_path / "config", namespace="llm")
+    return {"KUBECONFIG": config, "PDQ_STATE_DIR": str(tmp_path / "nothing-runs-here")}
+
+
+# --- Commands that go to the API server directly ----------------------------------------------------------------------
+
+
+async def test_pools_are_scaled_without_anything_else_running(api: KubernetesApi, environ: dict[str, str]) -> None:
+    done = await pdq("scale", "--kubernetes", "prefill=4", "decode=1", **environ)
+    assert done.status == 0, done.err
+    assert (api.size("pdq-prefill"), api.size("pdq-decode")) == (4, 1)
+    assert "Kubernetes chooses by itself" in done.err
+    shown = await pdq("scale", "--kubernetes", "--json", **environ)
+    assert json.loads(shown.out) == {"prefill": 4, "decode": 1}
+
+
+async def test_a_dry_run_shows_what_a_real_one_sends(api: KubernetesApi, environ: dict[str, str]) -> None:
+    rehearsed = await pdq("scale", "--kubernetes", "--dry-run", "--json", "prefill=2", "decode=5", **environ)
+    assert not api.writes
+    real = await pdq("scale", "--kubernetes", "--json", "prefill=2", "decode=5", **environ)
+    shown, sent = json.loads(rehearsed.out), json.loads(real.out)
+    assert shown["requests"] == sent["requests"]
+    assert (shown["dry_run"], sent["dry_run"]) == (True, False)
+    recorded = [(it.method, it.path, it.content_type, it.body) for it in api.writes]
+    assert recorded == [(it["method"], it["path"], it["content_type"], it["body"]) for it in shown["requests"]]
+
+
+async def test_a_dry_run_in_words_is_http(api: KubernetesApi, environ: dict[str, str]) -> None:
+    done = await pdq("scale", "--kubernetes", "--dry-run", "decode=5", **environ)
+    path, content_type, _, body = done.out.splitlines()
+    assert path == "PATCH /apis/apps/v1/namespaces/llm/deployments/pdq-decode/scale"
+    assert content_type == "Content-Type: application/merge-patch+json"
+    version = api.deployments["pdq-decode"]["metadata"]["resourceVersion"]
+    assert json.loads(body) == {"metadata": {"resourceVersion": version}, "spec": {"replicas": 5}}
+
+
+async def test_a_dry_run_without_a_cluster_is_an_outline(tmp_path: Path) -> None:
+    where = {"KUBECONFIG": str(tmp_path / "none"), "PDQ_STATE_DIR": str(tmp_path)}
+    options = ("--namespace", "llm", "--prefill-deployment", "qwen-prefill")
+    done = await pdq("scale", "--kubernetes", "--dry-run", *options, "prefill=3", **where)
+    assert done.status == 0
+    path = "/apis/apps/v1/namespaces/llm/deployments/qwen-prefill/scale"
+    assert [line for line in done.out.splitlines() if path in line] == [f"GET {path}", f"PATCH {path}"]
+    assert "outline only" in done.err
+    assert (await pdq("scale", "--kubernetes", *options, "prefill=3", **where)).status == 2
+
+
+async def test_auto_is_not_for_kubernetes_to_say(environ: dict[str, str]) -> None:
+    done = await pdq("scale", "--kubernetes", "prefill=auto", **environ)
+    assert done.status == 2
+    assert "autoscaler" in done.err
+
+
+async def test_what_the_api_server_refuses_is_said(api: KubernetesApi, environ: dict[str, str]) -> None:
+    api.rules = []
+    done = await pdq("scale", "--kubernetes", "prefill=1", **environ)
+    assert (done.status, done.out) == (3, "")
+    assert "forbidden" in done.err
+
+
+# --- The autoscaler, with real workers as pods ------------------------------------------------------------------------
+
+
+@dataclass
+class Kubelet:
+    """Runs a real worker for every pod: SIGTERM when the pod is told to go, gone when the worker has ended."""
+
+    api: KubernetesApi
+    system: Connected
+    model: str
+    directory: Path
+    environ: Mapping[str, str]
+    containers: dict[str, Child] = field(default_factory=dict)
+    stopping: set[str] = field(default_factory=set)
+    exits: dict[str, int] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        while True:
+            registered = {it.worker for it in await self.system.registry.workers(self.model)}
+            for name, pod in list(self.api.pods.items()):
+                self.look_at(name, pod, name in registered)
+            await asyncio.sleep(0.1)
+
+    def look_at(self, name: str, pod: Mapping[str, Any], registered: bool) -> None:
+        if name not in self.containers:
+            pool = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+            arguments = ("worker", pool, "--engine", "sim", "--model", self.model, "--id", name)
+            self.containers[name] = Child(
+                name, (*PDQ, *arguments), self.directory / f"{name}.log", self.environ
+            ).start()
+            self.api.start(name)
+            return
+        container = self.containers[name]
+        if container.returncode is not None:
+            self.exits[name] = container.returncode
+            self.api.gone(name)
+        elif "deletionTimestamp" in pod["metadata"] and name not in self.stopping:
+            container.signal(signal.SIGTERM)
+            self.stopping.add(name)
+        elif registered and {"type": "Ready", "status": "True"} not in pod["status"]["conditions"]:
+            self.api.ready(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_the_autoscaler_grows_and_shrinks_a_pool_whose_pods_are_workers(
+    tmp_path: Path, nats: Server, valkey: Server
+) -> None:
+    model = "sim-on-kubernetes"
+    async with KubernetesApi(kubelet=False) as api:
+        api.deploy("pdq-prefill", 1)
+        api.deploy("pdq-decode", 1)
+        environ = {
+            **os.environ,
+            "PDQ_NATS_URL": nats.url,
+            "PDQ_REDIS_URL": valkey.url,
+            "PDQ_TRANSPORT_ORDER": "redis",
+            "PDQ_SIM_PREFILL_MS_PER_TOKEN": "2",
+            "PDQ_KUBERNETES_KUBECONFIG": kubeconfig(api, tmp_path / "config", namespace="llm"),
+            "PDQ_SCALING_PERIOD_S": "0.5",
+            "PDQ_SCALING_PREFILL_MAX": "3",
+            "PDQ_SCALING_DECODE_MAX": "1",
+            "PDQ_SCALING_OUT_WINDOW_S": "0",
+            "PDQ_SCALING_OUT_COOLDOWN_S": "0.5",
+            "PDQ_SCALING_IN_WINDOW_S": "3",
+            "PDQ_SCALING_IN_COOLDOWN_S": "1",
+            "PDQ_SCALING_STARTUP_S": "1",
+        }
+        command = (*PDQ, "autoscaler", "--actuator", "kubernetes", "--model", model)
+        autoscaler = Child("autoscaler", command, tmp_path / "autoscaler.log", environ).start()
+        async with connect(load({"PDQ_NATS_URL": nats.url, "PDQ_REDIS_URL": valkey.url}), "test") as system:
+            kubelet = Kubelet(api, system, model, tmp_path, environ)
+            running = asyncio.create_task(kubelet.run())
+            try:
+                ended = await _requests(system, model, count=REQUESTS, tokens=200)
+                most = 0
+                async with asyncio.timeout(180):
+                    while len(ended) < REQUESTS or api.size("pdq-prefill") > 1 or api.leaving("pdq-prefill"):
+                        most = max(most, api.size("pdq-prefill"))
+                        assert not running.done(), running.exception()
+                        await asyncio.sleep(0.05)
+            finally:
+                running.cancel()
+                await asyncio.gather(autoscaler.stop(), *(child.stop() for child in kubelet.containers.values()))
+                print(autoscaler.log_tail(40))
+    assert most > 1
+    assert set(ended.values()) == {"done"}
+    assert len(kubelet.exits) == most - 1
+    assert set(kubelet.exits.values()) == {0}
+    assert autoscaler.returncode == 0
+
+
+async def _requests(system: Connected, model: str, count: int, tokens: int) -> dict[str, str]:
+    """Publish them; what is returned fills with the state in which each ends."""
+    ended: dict[str, str] = {}
+
+    def on_frame(frame: TokenFrame) -> None:
+        for entry in frame.entries:
+            if entry.end is not None:
+                ended[entry.request_id] = entry.end.state
+
+    reply_to = names.reply_subject(mint_worker_id("test"))
+    await system.bus.receive(reply_to, on_frame)
+    for number in range(count):
+        prompt = tuple(range(number, number + tokens))
+        job = PrefillJob(model, reply_to, sampling=Sampling(max_tokens=4), prompt_token_ids=prompt)
+        await system.queue.publish(Queue.PREFILL, model, encode(job))
+    return ended
