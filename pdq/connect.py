@@ -52,6 +52,23 @@ async def connect(settings: Settings, name: str) -> AsyncIterator[Connected]:
         yield Connected(queue=queue, bus=bus, ledger=ledger, registry=registry, board=board)
 
 
+@asynccontextmanager
+async def directory(settings: Settings) -> AsyncIterator[tuple[WorkerRegistry, Board]]:
+    """Who is there and who was sent away, without asking more than Redis.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
+    client = await redis.connect(settings.redis)
+    registry, board = redis.RedisRegistry(client), redis.RedisBoard(client)
+    try:
+        yield registry, board
+    finally:
+        await registry.close()
+        await board.close()
+        await client.aclose()
+
+
 async def _listen_for_failpoints(bus: TokenBus, subject: str) -> None:
     async def listen(heard: Callable[[str], None]) -> None:
         def hear(message: Control) -> None:

@@ -11,10 +11,12 @@ from pdq.cli import (
     autoscaler,
     cancel,
     demo,
+    drain,
     failpoints,
     leases,
     programs,
     publish,
+    restart,
     scale,
     schemas,
     settings,
@@ -32,7 +34,6 @@ app = typer.Typer(
     help="Serve LLMs with prefill and decode in separate pools, driven by message queues.",
     epilog="Exit status: 0 success; 2 bad input; 3 a server is unavailable; 4 not found; 1 any other failure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -56,6 +57,9 @@ app.command()(up.up)
 app.command()(demo.demo)
 app.command()(status.status)
 app.command()(scale.scale)
+app.command()(drain.drain)
+app.command()(drain.undrain)
+app.command()(restart.restart)
 app.command()(leases.leases)
 app.command()(audit.audit)
 app.command()(trace.trace)
@@ -75,7 +79,7 @@ app.command()(simulate.simulate)
 def run() -> None:
     """Run the command that the arguments name, and exit."""
     try:
-        app()
+        app(prog_name="pdq")
     except errors.PdqError as error:
         print(f"pdq: {error}", file=sys.stderr)
         sys.exit(exit_status(error))

@@ -17,7 +17,7 @@ def exit_status(error: errors.PdqError) -> int:
             return BAD_INPUT
         case errors.Refused():
             return UNAVAILABLE
-        case errors.RecordNotFound():
+        case errors.RecordNotFound() | errors.WorkerNotFound():
             return NOT_FOUND
         case _:
             return OTHER
