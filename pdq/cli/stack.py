@@ -256,6 +256,9 @@ class Stack:
         for children in self._children():
             await asyncio.gather(*(child.stop(grace_s) for child in children))
         hurrying.cancel()
+        if self._workers is not None:
+            with contextlib.suppress(PdqError):  # the marks of ids that nobody has any more do no harm
+                await self._workers.forget()
         for segment in segments(Path(settings.transport.shm_dir)):
             unlink_if_dead(segment, early=True)  # of workers that had to be killed, and what they kept in the tier
 
