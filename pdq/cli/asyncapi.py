@@ -30,7 +30,8 @@ as long as its `reply_to` can be read.
 
 If a decode worker dies in the middle of a stream, the next one asks the owner of `reply_to` which tokens it has (a NATS
 request, `OutputQuestion`) and goes on from there. Answer with `OutputAnswer`; `wanted: false` or no answer within the
-time limit cancels the request, as nobody seems to be there any more.
+time limit cancels the request, as nobody seems to be there any more. A reaper asks the same about a request that has
+been queued for long; without an answer it ends one of which no queue has a job.
 
 Unknown fields are ignored by every reader; fields are added, never changed.
 """
