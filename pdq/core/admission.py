@@ -34,6 +34,10 @@ SAFETY: Final = 1.25
 """A deadline must be met even if the estimate is a fifth too low: else, at the limit, all that is accepted is late."""
 NEWCOMER: Final = 0.25
 """The weight that whoever has nothing here yet has in the shares: a tenant that is alone gets 80 %."""
+AHEAD_S: Final = 0.1
+"""Work that a prefill worker pulls ahead."""
+LEAST_AHEAD: Final = 2
+"""One prompt that is computed, and the next."""
 
 _INTERACTIVE_FIRST: Final[tuple[Priority, ...]] = ("interactive", "batch")
 _BATCH_FIRST: Final[tuple[Priority, ...]] = ("batch", "interactive")
@@ -136,9 +140,12 @@ def pull_order(pulls: int, limits: AdmissionSettings) -> tuple[Priority, ...]:
     return _BATCH_FIRST if (pulls + 1) % limits.batch_turn == 0 else _INTERACTIVE_FIRST
 
 
-def prefill_room(held: int, computing: int, limits: AdmissionSettings) -> int:
-    """How many prompts a prefill worker may pull that holds ``held`` handoffs and computes ``computing``."""
-    return max(0, limits.handoffs_per_prefill_worker - held - computing)
+def prefill_room(held: int, in_hand: int, mean_s: float, limits: AdmissionSettings) -> int:
+    """How many prompts a prefill worker may pull that holds ``held`` handoffs, has ``in_hand`` jobs, and computes one in
+    ``mean_s``. What it has pulled it computes in order: ``AHEAD_S`` of work keeps it busy, and more would only make an
+    urgent prompt wait behind others that could have waited in the queue."""
+    ahead = max(AHEAD_S / mean_s, LEAST_AHEAD) if mean_s else math.inf
+    return max(0, int(min(limits.handoffs_per_prefill_worker - held, ahead)) - in_hand)
 
 
 def decode_room(transferring: int, limits: AdmissionSettings) -> int:

@@ -255,7 +255,7 @@ class Fleet:
         return (
             worker.computing is None
             and worker.ready_s <= self._now_s
-            and prefill_room(worker.held, 0, self._admission) > 0
+            and prefill_room(worker.held, 0, 0.0, self._admission) > 0
             and worker.held_tokens + request.prompt_tokens <= self._kv_tokens
         )
 

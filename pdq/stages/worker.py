@@ -145,7 +145,8 @@ class Worker:
         held = len(self._offers) if self._offers is not None else 0
         free = max(0, settings.engine.max_running - in_hand - held)
         if self._pool is Pool.PREFILL:
-            free = min(free, admission.prefill_room(held, in_hand, settings.admission))
+            mean_s = self._parts.busy.seconds / max(1, self._conductor.taken)
+            free = min(free, admission.prefill_room(held, in_hand, mean_s, settings.admission))
         return free
 
     # --- how it lives -------------------------------------------------------------------------------------------------

@@ -475,8 +475,15 @@ def test_interactive_goes_first_and_batch_gets_its_turns() -> None:
 
 
 def test_a_worker_whose_window_is_full_does_not_pull() -> None:
-    assert [prefill_room(held, 1, LIMITS) for held in range(5)] == [3, 2, 1, 0, 0]
+    assert [prefill_room(held, 1, 0.0, LIMITS) for held in range(5)] == [3, 2, 1, 0, 0]
     assert [decode_room(running, LIMITS) for running in range(5)] == [3, 2, 1, 0, 0]
+
+
+def test_a_worker_pulls_ahead_what_it_computes_in_a_moment_and_at_least_the_next_prompt() -> None:
+    roomy = replace(LIMITS, handoffs_per_prefill_worker=16)
+    assert [prefill_room(0, 0, mean_s, roomy) for mean_s in (0.0, 0.001, 0.01, 0.04, 5.0)] == [16, 16, 10, 2, 2]
+    assert [prefill_room(0, in_hand, 5.0, roomy) for in_hand in range(4)] == [2, 1, 0, 0]
+    assert prefill_room(15, 0, 5.0, roomy) == 1
 
 
 # --- What is measured -------------------------------------------------------------------------------------------------
