@@ -17,8 +17,10 @@ from pathlib import Path
 from pdq.adapters.processes import Child, Server, _nats_binary, _valkey_binary, free_port
 
 DOCUMENT = Path(__file__).parents[1] / "SECURITY.md"
-NATS_ROLES = ("reaper", "bridge", "prefill", "decode", "producer", "operator")
-REDIS_ROLES = ("reaper", "bridge", "worker", "operator")
+NATS_ROLES = ("reaper", "bridge", "prefill", "decode", "producer", "autoscaler", "operator")
+REDIS_ROLES = ("reaper", "bridge", "worker", "autoscaler", "operator")
+THROUGH_REDIS = {"PDQ_TRANSPORT_ORDER": "redis", "PDQ_TRANSPORT_WRITE_THROUGH": "redis"}
+"""So that KV needs its rules, too."""
 
 
 def password(server: str, role: str) -> str:
