@@ -79,18 +79,18 @@ def drain(
     It takes nothing new. A prefill worker stays until its last KV is fetched, a decode worker until its sequences have
     ended; at the deadline KV moves to a tier if there is one, and sequences go on elsewhere. It is not started again until
     `pdq undrain`. A supervised pool leaves within PDQ_DRAIN_DEADLINE_S in any case. Exit status 1: it is still there.
+
+    With --kubernetes its pod goes for good: it gets the lowest deletion cost, and its Deployment one replica less.
     """
-    if by_kubernetes:
+    place = kubernetes.place(by_kubernetes, namespace, prefill_deployment, decode_deployment, context, dry_run)
+    if place is not None:
         if spill or deadline_s is not None:
             raise InvalidRequest("--kubernetes stops pods: they know no --spill and no --deadline", field="kubernetes")
-        place = kubernetes.place(namespace, prefill_deployment, decode_deployment, context)
         if what in list(Pool):
             kubernetes.scale(place, {Pool(what): 0}, state_dir, dry_run, as_json)
         else:
             kubernetes.drain(place, what, dry_run, as_json)
         return
-    if dry_run:
-        raise InvalidRequest("--dry-run shows requests to Kubernetes: add --kubernetes", field="dry_run")
 
     async def work(system: System, settings: Settings) -> Drained:
         order = Order(settings.drain.deadline_s if deadline_s is None else deadline_s, spill)

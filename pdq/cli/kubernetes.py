@@ -50,15 +50,26 @@ class Sent(Struct, frozen=True):
 
 
 def place(
-    namespace: str = "", prefill_deployment: str = "", decode_deployment: str = "", context: str = ""
-) -> KubernetesSettings:
-    """Where the pools are: as these options say, and for what they leave open, the environment."""
+    wanted: bool, namespace: str, prefill_deployment: str, decode_deployment: str, context: str, dry_run: bool
+) -> KubernetesSettings | None:
+    """Where the pools are: as these options say, and for what they leave open, the environment. None: without --kubernetes.
+
+    Raises:
+        InvalidRequest: the options are there, and --kubernetes is not.
+    """
     given = {
         "namespace": namespace,
         "prefill_deployment": prefill_deployment,
         "decode_deployment": decode_deployment,
         "context": context,
     }
+    if not wanted:
+        if dry_run or any(given.values()):
+            raise InvalidRequest(
+                "--dry-run, --namespace, --context and the options that name Deployments need --kubernetes",
+                field="kubernetes",
+            )
+        return None
     settings = load(os.environ).kubernetes
     return msgspec.structs.replace(settings, **{name: value for name, value in given.items() if value})
 

@@ -101,12 +101,10 @@ def scale(
     it out.
     """
     wanted = parse(pools or [])
-    if by_kubernetes:
-        place = kubernetes.place(namespace, prefill_deployment, decode_deployment, context)
+    place = kubernetes.place(by_kubernetes, namespace, prefill_deployment, decode_deployment, context, dry_run)
+    if place is not None:
         kubernetes.scale(place, wanted, state_dir, dry_run, as_json)
         return
-    if dry_run:
-        raise InvalidRequest("--dry-run shows requests to Kubernetes: add --kubernetes", field="dry_run")
     outcome = talk(state_dir, lambda system, _: _scale(system, model, wanted, timeout_s if wait else None))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(outcome.sizes)))

@@ -12,7 +12,7 @@ import pytest
 from kubernetes_asyncio.client import ApiClient, Configuration
 
 from pdq.adapters.kubernetes import KubernetesActuator, Request, connect
-from pdq.core.errors import InvalidRequest, InvalidSettings, Unavailable
+from pdq.core.errors import InvalidSettings, Unavailable, WorkerNotFound
 from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool
 from tests.contract.chart import MODEL, Rendered
@@ -147,7 +147,7 @@ async def test_a_named_worker_goes_for_good(api: KubernetesApi, actuator: Kubern
 
 
 async def test_a_worker_that_nobody_knows_is_not_removed(api: KubernetesApi, actuator: KubernetesActuator) -> None:
-    with pytest.raises(InvalidRequest, match="pdq-prefill or pdq-decode"):
+    with pytest.raises(WorkerNotFound, match="pdq-prefill or pdq-decode"):
         await actuator.remove("elsewhere")
     assert not api.writes
 

@@ -98,6 +98,39 @@ async def test_a_dry_run_without_a_cluster_is_an_outline(tmp_path: Path) -> None
     assert (await pdq("scale", "--kubernetes", *options, "prefill=3", **where)).status == 2
 
 
+async def test_a_drained_worker_goes_for_good(api: KubernetesApi, environ: dict[str, str]) -> None:
+    first, second = api.running("pdq-decode")
+    rehearsed = await pdq("drain", first, "--kubernetes", "--dry-run", "--json", **environ)
+    assert not api.writes
+    done = await pdq("drain", first, "--kubernetes", "--json", **environ)
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["requests"] == json.loads(rehearsed.out)["requests"]
+    assert (api.running("pdq-decode"), api.leaving("pdq-decode")) == ([second], [first])
+    again = await pdq("drain", first, "--kubernetes", **environ)
+    assert again.status == 4
+
+
+async def test_a_drained_pool_goes_to_zero(api: KubernetesApi, environ: dict[str, str]) -> None:
+    assert (await pdq("drain", "prefill", "--kubernetes", **environ)).status == 0
+    assert (api.size("pdq-prefill"), api.size("pdq-decode")) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("scale", "--dry-run", "prefill=1"),
+        ("scale", "--namespace", "llm", "prefill=1"),
+        ("drain", "--context", "here", "worker"),
+        ("drain", "--kubernetes", "--spill", "worker"),
+    ],
+)
+async def test_options_that_do_not_go_together_are_refused(
+    api: KubernetesApi, environ: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    assert (await pdq(*arguments, **environ)).status == 2
+    assert not api.requests
+
+
 async def test_auto_is_not_for_kubernetes_to_say(environ: dict[str, str]) -> None:
     done = await pdq("scale", "--kubernetes", "prefill=auto", **environ)
     assert done.status == 2

@@ -22,7 +22,7 @@ from kubernetes_asyncio.client import ApiClient
 
 from pdq.adapters.kubernetes.api import ApiServer, Conflict, Missing, open_client
 from pdq.adapters.kubernetes.objects import COST, Deployment, Pod, Pods, Request, Scale
-from pdq.core.errors import InvalidRequest, InvalidSettings, Unavailable
+from pdq.core.errors import InvalidSettings, Unavailable, WorkerNotFound
 from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool
 
@@ -91,7 +91,7 @@ class KubernetesActuator:
         """This worker goes for good: its pod drains, and its pool has one worker less. Says which pool.
 
         Raises:
-            InvalidRequest: neither pool has such a pod.
+            WorkerNotFound: neither pool has such a pod.
             Unavailable: Kubernetes would take another pod away now, or cannot be asked.
         """
         found: list[Pool] = []
@@ -111,10 +111,9 @@ class KubernetesActuator:
             pods = await self._pods(scale)
             if any(pod.name == worker for pod in pods):
                 return pool, scale, pods
-        raise InvalidRequest(
+        raise WorkerNotFound(
             f"no pod {worker!r} in {' or '.join(self._deployments.values())} (namespace {self._namespace}), "
-            "or it has been told to go already; a worker's id is its pod's name",
-            field="worker",
+            "or it has been told to go already; a worker's id is its pod's name"
         )
 
     def _check_that_costs_decide(self, scale: Scale, pods: Sequence[Pod]) -> None:
