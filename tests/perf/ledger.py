@@ -1,11 +1,13 @@
 """What the ledger costs: ``python -m tests.perf.ledger``.
 
 Prints microseconds and round trips per request life (enqueue, begin, ready, claim, fetched, finish) and per renewed lease
-with 10, 1,000 and 10,000 live records beside it, and what the reaper pays per expiry and per quiet look. Starts a
-Valkey of its own unless ``PDQ_REDIS_URL`` names one.
+with 10, 1,000 and 10,000 live records beside it, and what the reaper pays per expiry, per look at a queued record and
+when nothing is due; then the same life, and a reading of the counters, with 1,000 tenants. Starts a Valkey of its own
+unless ``PDQ_REDIS_URL`` names one.
 """
 
 import asyncio
+import itertools
 import os
 import tempfile
 import time
@@ -28,6 +30,7 @@ from pdq.ports import Changes, Locator, NewRecord
 
 LIVE = (10, 1_000, 10_000)
 LIVES = 2_000
+TENANTS = 1_000
 CONCURRENCY = 64
 REPEATS = 3
 LONG = 3_600_000
@@ -63,14 +66,17 @@ async def server_url() -> AsyncIterator[str]:
 
 
 class Bench:
-    def __init__(self, client: Redis, ledger: RedisLedger, model: str) -> None:
+    def __init__(self, client: Redis, ledger: RedisLedger, model: str, tenants: int = 1) -> None:
         self.client = client
         self.ledger = ledger
         self.model = model
+        self.tenants = itertools.cycle([f"tenant {n}" if n else "" for n in range(tenants)])
 
     async def enqueue(self, timeout_ms: int = LONG) -> RecordKey:
         key = RecordKey(self.model, mint_request_id(time.time_ns() // 1_000_000))
-        await self.ledger.enqueue(NewRecord(key, "pdq.tokens.bench", 1_000, 200, timeout_ms, "0" * 32))
+        await self.ledger.enqueue(
+            NewRecord(key, "pdq.tokens.bench", 1_000, 200, timeout_ms, "0" * 32, tenant=next(self.tenants))
+        )
         return key
 
     async def begun(self, ttl_ms: int = LONG) -> Hold:
@@ -86,6 +92,16 @@ class Bench:
 
     async def look(self) -> None:
         await self.ledger.due(self.model, 100)
+
+    async def settle_all(self) -> None:
+        """As the reaper does with queued records whose requester answers."""
+        while queued := await self.ledger.due(self.model, 100):
+            for record in queued:
+                await self.ledger.reap(record.key, look_again=True)
+                await self.ledger.reap(record.key)
+
+    async def load(self) -> None:
+        await self.ledger.load(self.model)
 
     async def reap_all(self) -> None:
         """As the reaper does: list what is due, put each record back in the queue."""
@@ -142,6 +158,16 @@ async def main() -> None:
                 await asyncio.sleep(0.01)
                 costs.append(await bench._once(500, bench.reap_all))
             print("  reaper, per expiry       ", median(costs))
+            hasty = Bench(client, RedisLedger(client, LeaseSettings(ttl_ms=100)), f"hasty-{bench.model}")
+            await spread(500, hasty.enqueue)
+            await asyncio.sleep(0.2)
+            print("  reaper, per look         ", await hasty._once(500, hasty.settle_all))
+            await hasty.ledger.close()
+        many = Bench(client, ledger, f"bench-tenants-{os.getpid()}", TENANTS)
+        await spread(TENANTS, many.begun)
+        print(f"{TENANTS} live records of as many tenants")
+        print("  request life, 64 at once ", await many.measure(LIVES, lambda: spread(LIVES, many.life)))
+        print("  reading the counters     ", await many.measure(50, lambda: one_by_one(50, many.load)))
         await ledger.close()
         await client.aclose()
 
