@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdq.adapters.processes import Child, Server
 from pdq.connect import Connected, connect
@@ -18,7 +19,8 @@ from pdq.core import names
 from pdq.core.ids import mint_worker_id
 from pdq.core.messages import PrefillJob, Sampling, TokenFrame, encode
 from pdq.core.settings import load
-from pdq.ports import Queue
+from pdq.ports import Occupancy, Queue
+from tests.conformance.test_registry import info
 from tests.kubernetes_api import KubernetesApi, kubeconfig
 
 REQUESTS = 30
@@ -65,6 +67,22 @@ async def test_pools_are_scaled_without_anything_else_running(api: KubernetesApi
     assert "Kubernetes chooses by itself" in done.err
     shown = await pdq("scale", "--kubernetes", "--json", **environ)
     assert json.loads(shown.out) == {"prefill": 4, "decode": 1}
+
+
+async def test_those_go_first_of_which_a_running_system_says_that_they_hold_least(
+    api: KubernetesApi, environ: dict[str, str], nats: Server, valkey: Server, model: str
+) -> None:
+    oldest, middle, newest = api.running("pdq-prefill")
+    servers = {"PDQ_NATS_URL": nats.url, "PDQ_REDIS_URL": valkey.url}
+    async with connect(load(servers), "test") as system:
+        for worker, held in ((oldest, 2), (middle, 0), (newest, 1)):
+            told = replace(info(worker, model), occupancy=Occupancy(8, 8 - held, 0, held))
+            await system.registry.announce(told, 60_000)
+        done = await pdq("scale", "--kubernetes", "prefill=1", **(environ | servers))
+        for worker in (oldest, middle, newest):
+            await system.registry.withdraw(worker)
+    assert (done.status, done.err) == (0, "")
+    assert api.running("pdq-prefill") == [oldest]
 
 
 async def test_a_dry_run_shows_what_a_real_one_sends(api: KubernetesApi, environ: dict[str, str]) -> None:
