@@ -146,6 +146,13 @@ async def test_a_named_worker_goes_for_good(api: KubernetesApi, actuator: Kubern
     assert api.running("pdq-decode") == [second]
 
 
+async def test_a_worker_that_idles_goes_for_good(api: KubernetesApi, actuator: KubernetesActuator) -> None:
+    first, second = api.running("pdq-decode")
+    api.unready(first)
+    await actuator.remove(first)
+    assert api.running("pdq-decode") == [second]
+
+
 async def test_a_worker_that_nobody_knows_is_not_removed(api: KubernetesApi, actuator: KubernetesActuator) -> None:
     with pytest.raises(WorkerNotFound, match="pdq-prefill or pdq-decode"):
         await actuator.remove("elsewhere")

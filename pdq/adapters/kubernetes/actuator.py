@@ -99,7 +99,7 @@ class KubernetesActuator:
         async def removing() -> Sequence[Request]:
             pool, scale, pods = await self._pool_of(worker)
             found.append(pool)
-            self._check_that_costs_decide(scale, pods)
+            self._check_that_it_would_go(worker, scale, pods)
             return (*self._priced(pods, (worker,)), self._resize(pool, scale, len(pods) - 1))
 
         await self._carry_out(removing)
@@ -116,8 +116,8 @@ class KubernetesActuator:
             "or it has been told to go already; a worker's id is its pod's name"
         )
 
-    def _check_that_costs_decide(self, scale: Scale, pods: Sequence[Pod]) -> None:
-        unsettled = [pod.name for pod in pods if not pod.ready]
+    def _check_that_it_would_go(self, worker: str, scale: Scale, pods: Sequence[Pod]) -> None:
+        unsettled = [pod.name for pod in pods if not pod.ready and pod.name != worker]
         if len({pod.controller for pod in pods}) > 1:
             why = "a rollout is under way"
         elif unsettled:
