@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from pdq.adapters.processes import Child, Server, free_port, nats_server, valkey_server
 from pdq.connect import Connected, connect
 from pdq.core import names
+from pdq.core.load import Count
 from pdq.core.messages import Failpoints
 from pdq.core.settings import Settings, load
 from pdq.ports import Queue
@@ -228,7 +229,8 @@ class Plant:
             f"record {record.key.request_id} is {record.state}, {record.source=}, {record.sink=}"
             for record in await system.ledger.live(MODEL)
         ]
-        if counted := [count for count in _numbers(msgspec.to_builtins(await system.ledger.load(MODEL))) if count]:
+        here = msgspec.structs.replace(await system.ledger.load(MODEL), accepted=Count(), ended=Count())  # totals stay
+        if counted := [count for count in _numbers(msgspec.to_builtins(here)) if count]:
             found.append(f"load counters: {counted}")
         depths = {queue.value: await system.queue.depth(queue, MODEL) for queue in Queue}
         found += [f"queue {queue} has {depth} (waiting, taken)" for queue, depth in depths.items() if any(depth)]

@@ -25,7 +25,6 @@ LAG_S: Final = 0.04
 SLOW_S: Final = 3.0
 VOLLEYS: Final = 8
 TIMEOUT_MS: Final = 45_000
-SHORT_TIMEOUT_MS: Final = 12_000
 SETTLE_S: Final = 30.0
 
 Texts = Mapping[Asked, str]
@@ -119,9 +118,7 @@ class Trial:
         return outcomes
 
     async def _volley(self) -> list[Outcome]:
-        # What a bridge that dies leaves behind without a job ends by its deadline, and by nothing else.
-        timeout_ms = SHORT_TIMEOUT_MS if self._cell.role == "bridge" else TIMEOUT_MS
-        asked = [over_http(self._plant.url, it, timeout_ms) for it in VOLLEY]
+        asked = [over_http(self._plant.url, it, TIMEOUT_MS) for it in VOLLEY]
         return list(await asyncio.gather(*asked, Producer(self._plant.system, RAW).run()))
 
     async def _orphan(self) -> None:
