@@ -115,6 +115,8 @@ def refusal(error: errors.PdqError) -> Reply:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if isinstance(error, WrongMethod):
         headers.append((b"allow", error.allowed.encode()))
+    if isinstance(error, InvalidApiKey):
+        headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, BodyTooLarge):
         headers.append((b"connection", b"close"))  # part of the body may still be unread
     param = error.field if isinstance(error, errors.InvalidRequest) else None

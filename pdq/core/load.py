@@ -99,8 +99,8 @@ class Rates(Struct, frozen=True):
     freed_tokens_per_s: float | None = None
     """Reserved tokens of requests that ended."""
     drained_tokens_per_s: float | None = None
-    """Prompt tokens that left prefill while prompts waited, per worker: less than it computes when it stands still because
-    nobody fetches what it holds."""
+    """Prompt tokens that decode took over while prompts waited, per prefill worker: less than it computes when it stands
+    still because nobody fetches what it holds."""
     rest_s: float | None = None
     """From a request's computed prompt to its end."""
     rest_s_per_token: float | None = None
@@ -120,7 +120,7 @@ class _Sums(Struct, frozen=True):
     busy_s: float = 0.0
     drained: float = 0.0
     waited_s: float = 0.0
-    """Worker-seconds in which prompts waited, and what left prefill in them."""
+    """Worker-seconds in which prompts waited, and what decode took over in them."""
     rest_s: float = 0.0
     """Request-seconds from a computed prompt to an end."""
 
@@ -151,7 +151,7 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
     waited_s = (
         elapsed * len(prefill) if was.requests.get(State.QUEUED, 0) and load.requests.get(State.QUEUED, 0) else 0.0
     )
-    drained = load.accepted.prompt_tokens - was.accepted.prompt_tokens - _before_prefill(load) + _before_prefill(was)
+    drained = load.accepted.prompt_tokens - was.accepted.prompt_tokens - _before_decode(load) + _before_decode(was)
     sums = _Sums(
         seconds=sums.seconds * fade + elapsed,
         arrived=sums.arrived * fade + max(0, load.accepted.prompt_tokens - was.accepted.prompt_tokens),
@@ -172,15 +172,15 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
         ended_requests_per_s=sums.ended / sums.seconds,
         freed_tokens_per_s=sums.freed / sums.seconds,
         # Prompts leave one by one: a moment of waiting proves nothing.
-        drained_tokens_per_s=sums.drained / sums.waited_s if sums.drained and sums.waited_s > 1.0 else None,
+        drained_tokens_per_s=sums.drained / sums.waited_s if sums.drained and sums.waited_s > 0.25 else None,
         rest_s=sums.rest_s / sums.ended if sums.ended >= 0.5 else meter.rates.rest_s,
         rest_s_per_token=sums.rest_s / sums.output if sums.output >= 0.5 else meter.rates.rest_s_per_token,
     )
     return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
 
 
-def _before_prefill(load: Load) -> int:
-    return load.prompt_tokens.get(State.QUEUED, 0) + load.prompt_tokens.get(State.PREFILLING, 0)
+def _before_decode(load: Load) -> int:
+    return sum(load.prompt_tokens.get(state, 0) for state in (State.QUEUED, State.PREFILLING, State.READY))
 
 
 def _after_prefill(load: Load) -> int:

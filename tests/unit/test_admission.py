@@ -523,7 +523,7 @@ def test_a_worker_that_counts_from_zero_again_is_not_a_negative_speed() -> None:
     assert meter.rates.prefill_tokens_per_s == pytest.approx(1_000)
 
 
-def test_what_leaves_prefill_is_measured_only_while_prompts_wait() -> None:
+def test_what_decode_takes_over_is_measured_only_while_prompts_wait() -> None:
     """Two workers that compute 1,000 tokens a second each, and stand still half of the time."""
     meter = Meter()
     for second in range(5):
