@@ -194,6 +194,10 @@ TROUBLE = {
         view(READY, books=replace(BOOKS, counted={"ready:requests": 3, "queued:requests": -1})),
         {(Kind.COUNTER_DRIFT, "counters of m", Remedy.RECOUNT)},
     ),
+    "counters of a tenant that has nothing here": (
+        view(READY, books=replace(BOOKS, counted={"ready:requests": 1, "tenant:a:b:requests": 1})),
+        {(Kind.COUNTER_DRIFT, "counters of m", Remedy.RECOUNT)},
+    ),
     "a due list that does not fit the records": (
         view(READY, books=replace(BOOKS, strays=("gone",), late=("r",), unindexed=("lost",))),
         {
