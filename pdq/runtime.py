@@ -10,7 +10,6 @@ process when its patience is over.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -90,8 +89,10 @@ class Lifecycle:
         finally:
             reached.cancel()
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            # Not `await task` with its cancellation suppressed: that would suppress our own, too.
+            await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled():
+            task.result()
 
 
 class _JsonFormatter(logging.Formatter):

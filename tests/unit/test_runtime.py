@@ -60,6 +60,25 @@ async def test_a_signal_ends_a_longer_drain_at_its_own_deadline_and_nobody_can_p
     await stops(lifecycle)
 
 
+async def test_who_is_cancelled_while_its_work_winds_up_ends_cancelled() -> None:
+    lifecycle, winding_up, go_on = Lifecycle(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            winding_up.set()
+            await go_on.wait()
+
+    waiting = asyncio.create_task(lifecycle.until(lifecycle.draining, work()))
+    await asyncio.sleep(0)
+    lifecycle.drain()
+    await winding_up.wait()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+
+
 async def test_who_was_told_to_drain_can_be_told_to_serve_again() -> None:
     lifecycle = Lifecycle()
     assert not lifecycle.undrain()
