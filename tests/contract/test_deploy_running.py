@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from pdq.adapters.redis import RedisBoard
+from pdq.autoscale.metrics import Metrics
 from pdq.core.handoff import State
+from pdq.core.pacing import Cause
+from pdq.ports import Pool, PoolReport, ScalingReport
 from tests.contract.chart import CASES, Rendered, container
 from tests.contract.deployed import DEPLOY
 from tests.e2e.stack import Stack, running
@@ -35,7 +40,7 @@ KEDA = [
     for trigger in found["spec"]["triggers"]
 ]
 EXPRESSIONS = {
-    **{rule["alert"]: rule["expr"] for rule in GROUPS["pdq"]},
+    **{rule["alert"]: rule["expr"] for group in ("pdq", "pdq-autoscaler") for rule in GROUPS[group]},
     **{panel["title"]: " or ".join(target["expr"] for target in panel["targets"]) for panel in PANELS},
     "KEDA": " or ".join(KEDA),
     "the dashboard's list of models": DASHBOARD["templating"]["list"][1]["query"]["query"],
@@ -52,13 +57,22 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def exported(stack: Stack) -> dict[str, set[str]]:
-    """The labels of every metric, by its name as a query writes it."""
+    """The labels of every metric, by its name as a query writes it: those of bridges and of an autoscaler that decides."""
     found: dict[str, set[str]] = {}
-    for line in httpx.get(f"{stack.url}/metrics").text.splitlines():
+    for line in (httpx.get(f"{stack.url}/metrics").text + of_an_autoscaler()).splitlines():
         if not line.startswith("#"):
             name, labels = re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line).groups()  # type: ignore[union-attr]
             found.setdefault(name, set()).update(re.findall(r"(\w+)=", labels or ""))
     return found
+
+
+def of_an_autoscaler() -> str:
+    said = PoolReport(1, 1, 2, Cause.OUT, "a test", inputs={"wait_s": 2.0}, manual=2)
+    metrics = Metrics("sim")
+    metrics.leads(True)
+    report = ScalingReport(0, "a test", "kubernetes", automatic=True, period_ms=1, pools=dict.fromkeys(Pool, said))
+    metrics.decided(report, time.monotonic())
+    return generate_latest(metrics.registry).decode()
 
 
 # --- Queries ----------------------------------------------------------------------------------------------------------
@@ -76,6 +90,7 @@ def test_every_metric_and_label_in_a_query_is_exported(place: str, exported: dic
 def test_values_that_queries_compare_with_can_occur(stack: Stack) -> None:
     queries = " ".join(EXPRESSIONS.values())
     assert set(re.findall(r'pdq_requests\w*\{[^}]*state="(\w+)"', queries)) <= {state.value for state in State}
+    assert set(re.findall(r'cause="(\w+)"', queries)) <= set(Cause)
     assert set(re.findall(r'outcome="(\w+)"', queries)) <= {state.value for state in State if state.terminal}
     text = httpx.get(f"{stack.url}/metrics").text
     for label in ("pool", "queue"):
@@ -93,7 +108,8 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
 
 
 def test_metrics_of_others_are_asked_for_in_a_group_that_says_so() -> None:
-    assert set(GROUPS) == {"pdq", "pdq-nats-exporter"}
+    assert set(GROUPS) == {"pdq", "pdq-autoscaler", "pdq-nats-exporter"}
+    assert all("pdq_autoscaler_" in rule["expr"] for rule in GROUPS["pdq-autoscaler"])
     for rule in GROUPS["pdq-nats-exporter"]:
         assert re.match(r".*\b(jetstream|gnatsd)_\w+", rule["expr"])
         assert "pdq_" not in rule["expr"]

@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,8 @@ async def test_what_the_api_server_refuses_is_said(api: KubernetesApi, environ: 
 
 @dataclass
 class Kubelet:
-    """Runs a real worker for every pod: SIGTERM when the pod is told to go, gone when the worker has ended."""
+    """Runs a real worker for every pod, and starts it again in its place when it has ended; SIGTERM when the pod is told to
+    go, and gone when the worker has ended then."""
 
     api: KubernetesApi
     system: Connected
@@ -176,7 +178,11 @@ class Kubelet:
     environ: Mapping[str, str]
     containers: dict[str, Child] = field(default_factory=dict)
     stopping: set[str] = field(default_factory=set)
-    exits: dict[str, int] = field(default_factory=dict)
+    exits: dict[str, list[int]] = field(default_factory=dict)
+    served: set[str] = field(default_factory=set)
+    """Those that have been ready. One that is told to go while it starts has nothing to finish, and ends at once."""
+
+    working: asyncio.Task[None] = field(init=False)
 
     async def run(self) -> None:
         while True:
@@ -185,24 +191,47 @@ class Kubelet:
                 self.look_at(name, pod, name in registered)
             await asyncio.sleep(0.1)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert not self.working.done(), self.working
+            await asyncio.sleep(0.05)
+
     def look_at(self, name: str, pod: Mapping[str, Any], registered: bool) -> None:
-        if name not in self.containers:
-            pool = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-            arguments = ("worker", pool, "--engine", "sim", "--model", self.model, "--id", name)
-            self.containers[name] = Child(
-                name, (*PDQ, *arguments), self.directory / f"{name}.log", self.environ
-            ).start()
+        container = self.containers.get(name)
+        terminating = "deletionTimestamp" in pod["metadata"]
+        if container is None:
+            self.containers[name] = self.container(name, pod).start()
             self.api.start(name)
-            return
-        container = self.containers[name]
-        if container.returncode is not None:
-            self.exits[name] = container.returncode
-            self.api.gone(name)
-        elif "deletionTimestamp" in pod["metadata"] and name not in self.stopping:
+        elif container.returncode is not None:
+            self.exits.setdefault(name, []).append(container.returncode)
+            if terminating:
+                self.api.gone(name)
+            else:
+                container.start()
+        elif terminating and name not in self.stopping:
             container.signal(signal.SIGTERM)
             self.stopping.add(name)
-        elif registered and {"type": "Ready", "status": "True"} not in pod["status"]["conditions"]:
-            self.api.ready(name)
+        elif registered is not self.is_ready(name):
+            (self.api.ready if registered else self.api.unready)(name)
+            self.served.add(name)
+
+    def container(self, name: str, pod: Mapping[str, Any]) -> Child:
+        pool = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        arguments = ("worker", pool, "--engine", "sim", "--model", self.model, "--id", name)
+        return Child(name, (*PDQ, *arguments), self.directory / f"{name}.log", self.environ)
+
+    def is_ready(self, name: str) -> bool:
+        return {"type": "Ready", "status": "True"} in self.api.pods[name]["status"]["conditions"]
+
+
+@asynccontextmanager
+async def running(kubelet: Kubelet) -> AsyncIterator[Kubelet]:
+    kubelet.working = asyncio.create_task(kubelet.run())
+    try:
+        yield kubelet
+    finally:
+        kubelet.working.cancel()
+        await asyncio.gather(*(child.stop() for child in kubelet.containers.values()))
 
 
 @pytest.mark.slow
@@ -233,25 +262,56 @@ async def test_the_autoscaler_grows_and_shrinks_a_pool_whose_pods_are_workers(
         command = (*PDQ, "autoscaler", "--actuator", "kubernetes", "--model", model)
         autoscaler = Child("autoscaler", command, tmp_path / "autoscaler.log", environ).start()
         async with connect(load({"PDQ_NATS_URL": nats.url, "PDQ_REDIS_URL": valkey.url}), "test") as system:
-            kubelet = Kubelet(api, system, model, tmp_path, environ)
-            running = asyncio.create_task(kubelet.run())
+            sizes: set[int] = set()
+
+            def over() -> bool:
+                sizes.add(api.size("pdq-prefill"))
+                return len(ended) == REQUESTS and api.size("pdq-prefill") == 1 and not api.leaving("pdq-prefill")
+
             try:
-                ended = await _requests(system, model, count=REQUESTS, tokens=200)
-                most = 0
-                async with asyncio.timeout(180):
-                    while len(ended) < REQUESTS or api.size("pdq-prefill") > 1 or api.leaving("pdq-prefill"):
-                        most = max(most, api.size("pdq-prefill"))
-                        assert not running.done(), running.exception()
-                        await asyncio.sleep(0.05)
+                async with asyncio.timeout(180), running(Kubelet(api, system, model, tmp_path, environ)) as kubelet:
+                    ended = await _requests(system, model, count=REQUESTS, tokens=200)
+                    await kubelet.until(over)
             finally:
-                running.cancel()
-                await asyncio.gather(autoscaler.stop(), *(child.stop() for child in kubelet.containers.values()))
+                await autoscaler.stop()
                 print(autoscaler.log_tail(40))
-    assert most > 1
+    assert max(sizes) > 1
     assert set(ended.values()) == {"done"}
-    assert len(kubelet.exits) == most - 1
-    assert set(kubelet.exits.values()) == {0}
+    assert len(kubelet.exits) == max(sizes) - 1
+    assert all(kubelet.exits[name] == [0] for name in kubelet.exits.keys() & kubelet.served)
     assert autoscaler.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_pod_pauses_comes_back_and_goes_for_good(tmp_path: Path, nats: Server, valkey: Server) -> None:
+    model = "sim-that-pauses"
+    async with KubernetesApi(kubelet=False) as api:
+        api.deploy("pdq-prefill", 1)
+        api.deploy("pdq-decode", 1)
+        [pod] = api.running("pdq-decode")
+        environ = {
+            **os.environ,
+            "PDQ_NATS_URL": nats.url,
+            "PDQ_REDIS_URL": valkey.url,
+            "PDQ_TRANSPORT_ORDER": "redis",
+            "PDQ_KUBERNETES_KUBECONFIG": kubeconfig(api, tmp_path / "config", namespace="llm"),
+        }
+        ours = {name: value for name, value in environ.items() if name.startswith("PDQ_")}
+        async with (
+            connect(load({"PDQ_NATS_URL": nats.url, "PDQ_REDIS_URL": valkey.url}), "test") as system,
+            asyncio.timeout(180),
+            running(Kubelet(api, system, model, tmp_path, environ)) as kubelet,
+        ):
+            await kubelet.until(lambda: kubelet.is_ready(pod))
+            assert (await pdq("drain", pod, **ours)).status == 0
+            await kubelet.until(lambda: kubelet.exits == {pod: [0]} and not kubelet.is_ready(pod))
+            assert (await pdq("undrain", pod, **ours)).status == 0
+            await kubelet.until(lambda: kubelet.is_ready(pod))
+            assert (await pdq("drain", pod, "--kubernetes", **ours)).status == 0
+            await kubelet.until(lambda: pod not in api.pods)
+            assert api.size("pdq-decode") == 0
+            assert kubelet.exits == {pod: [0, 0]}
 
 
 async def _requests(system: Connected, model: str, count: int, tokens: int) -> dict[str, str]:
