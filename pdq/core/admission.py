@@ -67,6 +67,8 @@ class Capacity(Struct, frozen=True):
     """KV memory of the ready decode workers together."""
     can_start: bool
     """A pool that has no worker now will get one (scaling from zero)."""
+    takes_whole: bool = False
+    """What one worker shall do whole waits in the prefill queue, too, and not in one of its own."""
     rates: Rates = Rates()
 
     @property
@@ -129,8 +131,8 @@ def queue_wait_s(load: Load, capacity: Capacity, limits: AdmissionSettings, prio
     speed = capacity.prefill_tokens_per_s
     if speed is None:
         return None
-    interactive, batch = (_total(load.queued, it).prompt_tokens for it in _INTERACTIVE_FIRST)
-    before = load.prompt_tokens.get(State.PREFILLING, 0) + interactive
+    interactive, batch = (_for_prefill(load, capacity, it) for it in _INTERACTIVE_FIRST)
+    before = _for_prefill(load, capacity, "prefilling") + interactive
     before += batch if priority == "batch" else min(batch, interactive // (limits.batch_turn - 1))
     return before / speed
 
@@ -341,6 +343,15 @@ def _service_s(rates: Rates, request: Request) -> float:
     if rates.rest_s_per_token is not None:
         rest_s = min(rest_s, rates.rest_s_per_token * request.max_new_tokens)
     return prefill_s + rest_s
+
+
+def _for_prefill(load: Load, capacity: Capacity, where: Priority | Literal["prefilling"]) -> int:
+    """Prompt tokens there that are for the workers which take jobs from the prefill queue."""
+    if where == "prefilling":
+        tokens = load.prompt_tokens.get(State.PREFILLING, 0)
+    else:
+        tokens = _total(load.queued, where).prompt_tokens
+    return tokens if capacity.takes_whole else tokens - load.whole.get(where, Count()).prompt_tokens
 
 
 def _total(queued: Mapping[Priority, Mapping[str, Count]], priority: Priority) -> Count:

@@ -48,14 +48,16 @@ class Load(Struct, frozen=True):
     """What waits for prefill, by class and tenant."""
     tenants: Mapping[str, Count] = {}
     """What every tenant has that has not ended."""
+    whole: Mapping[str, Count] = {}
+    """What one worker shall do whole and has not prefilled: by class while it is queued, then under ``prefilling``."""
     accepted: Count = Count()
     """Everything ever accepted; only differences between two readings mean something."""
     ended: Count = Count()
     """Everything that ever ended, in whichever way."""
 
 
-def entered(load: Load, priority: Priority, tenant: str, count: Count) -> Load:
-    """The reading as it would be with ``count`` more accepted, and queued."""
+def entered(load: Load, priority: Priority, tenant: str, count: Count, *, whole: bool) -> Load:
+    """The reading as it would be with ``count`` more accepted, and queued; ``whole``: not for prefill workers."""
     queued = load.queued.get(priority, {})
     return replace(
         load,
@@ -64,6 +66,7 @@ def entered(load: Load, priority: Priority, tenant: str, count: Count) -> Load:
         reserved_tokens=_more(load.reserved_tokens, count.reserved_tokens),
         queued={**load.queued, priority: {**queued, tenant: _plus(queued.get(tenant), count)}},
         tenants={**load.tenants, tenant: _plus(load.tenants.get(tenant), count)},
+        whole={**load.whole, priority: _plus(load.whole.get(priority), count)} if whole else load.whole,
         accepted=_plus(load.accepted, count),
     )
 

@@ -94,6 +94,7 @@ class Gate:
             decode_workers=len(decode),
             decode_kv_tokens=sum(map(_kv_tokens, decode)),
             can_start=self._settings.admission.without_workers == "wait",
+            takes_whole=self._settings.handoff.mode == "aggregated",
             rates=view.meter.rates,
         )
         view.load = load
@@ -137,7 +138,7 @@ class _View:
 
     def count(self, request: Request) -> None:
         count = Count(1, request.prompt_tokens, request.reserved_tokens)
-        self.load = entered(self.load, request.priority, request.tenant, count)
+        self.load = entered(self.load, request.priority, request.tenant, count, whole=not request.queues)
 
 
 def _kv_tokens(info: WorkerInfo) -> int:

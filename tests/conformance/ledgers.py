@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Final, Literal
 
 from pdq.adapters.memory import MemoryLedger
 from pdq.adapters.redis import RedisLedger, connect
@@ -41,11 +41,18 @@ class World:
         return RecordKey(self.model, f"r-{next(self.ids)}-{self.model}")
 
     async def enqueue(
-        self, timeout_ms: int = LONG, policy: Policy | None = None, tenant: str = "", priority: Priority = "interactive"
+        self,
+        timeout_ms: int = LONG,
+        policy: Policy | None = None,
+        tenant: str = "",
+        priority: Priority = "interactive",
+        mode: Literal["disaggregated", "aggregated"] = "disaggregated",
     ) -> RecordKey:
         key = self.key()
         new = NewRecord(
-            *(key, "pdq.tokens.me", 10, 5, timeout_ms, "secret", policy or Policy()), tenant=tenant, priority=priority
+            *(key, "pdq.tokens.me", 10, 5, timeout_ms, "secret", policy or Policy(), mode),
+            tenant=tenant,
+            priority=priority,
         )
         _, created = await self.ledger.enqueue(new)
         assert created

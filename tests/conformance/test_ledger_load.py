@@ -62,6 +62,19 @@ async def test_a_request_is_its_tenants_from_acceptance_to_end_and_queued_only_w
     assert (await world.ledger.load(world.model)).tenants == {}
 
 
+async def test_what_one_worker_does_whole_is_counted_once_more_until_its_prompt_is_computed(world: World) -> None:
+    await world.enqueue()
+    await world.enqueue(mode="aggregated", priority="batch")
+    key = await world.enqueue(mode="aggregated")
+    assert (await world.ledger.load(world.model)).whole == {"interactive": ONE, "batch": ONE}
+    grant = await world.ledger.acquire(key, Event.BEGIN, "d1", LONG)
+    assert (await world.ledger.load(world.model)).whole == {"prefilling": ONE, "batch": ONE}
+    await world.ledger.apply(key, Event.ADOPT, epoch=grant.epoch)
+    load = await world.ledger.load(world.model)
+    assert load.whole == {"batch": ONE}
+    assert load.queued == {"interactive": {"": ONE}, "batch": {"": ONE}}
+
+
 async def test_a_tenant_that_has_ended_everything_is_gone_from_the_reading(world: World) -> None:
     gone = [await world.enqueue(tenant="gone") for _ in range(3)]
     await world.enqueue(tenant="here")

@@ -340,6 +340,15 @@ def test_batch_waits_for_interactive_and_interactive_only_for_batch_turns() -> N
     assert queue_wait_s(seen, CAPACITY, LIMITS, "interactive") == 2.0
 
 
+def test_what_waits_in_a_queue_of_its_own_is_not_before_a_prompt_in_the_prefill_queue() -> None:
+    seen = load(
+        {"interactive": {"": Count(3, 3_000, 0)}, "batch": {"": Count(9, 9_000, 0)}}, prefilling=Count(2, 2_000, 0)
+    )
+    seen = replace(seen, whole={"interactive": Count(1, 1_000, 0), "prefilling": Count(2, 2_000, 0)})
+    assert queue_wait_s(seen, CAPACITY, LIMITS, "batch") == 5.5
+    assert queue_wait_s(seen, replace(CAPACITY, takes_whole=True), LIMITS, "batch") == 7.0
+
+
 # --- Properties -------------------------------------------------------------------------------------------------------
 
 counts = st.builds(Count, st.integers(0, 30), st.integers(0, 30_000), st.integers(0, 60_000))

@@ -255,11 +255,14 @@ class MemoryLedger:
         states = dict.fromkeys(LIVE, Count())
         queued: dict[Priority, dict[str, Count]] = {}
         tenants: dict[str, Count] = {}
+        whole: dict[str, Count] = {}
         for record in self._live(model):
             _add(states, record.state, record)
             _add(tenants, record.tenant, record)
             if record.state is State.QUEUED:
                 _add(queued.setdefault(record.priority, {}), record.tenant, record)
+            if record.mode == "aggregated" and record.state in (State.QUEUED, State.PREFILLING):
+                _add(whole, record.priority if record.state is State.QUEUED else record.state.value, record)
         ended = self._totals[model]
         return Load(
             requests={state: count.requests for state, count in states.items()},
@@ -267,6 +270,7 @@ class MemoryLedger:
             reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
             queued=queued,
             tenants=tenants,
+            whole=whole,
             accepted=total((ended, *states.values())),
             ended=ended,
         )

@@ -1,8 +1,9 @@
 """A model's counters as a Redis hash: one field per counter, ``requests prompt_tokens reserved_tokens``.
 
 The fields are the states after ``queued`` (``prefilling``), what is queued by class and tenant
-(``queued:interactive:acme``), what every tenant has (``tenant:acme``), and what has ended (``ended``). A counter that has
-come to zero is not there. ``record.lua`` moves them.
+(``queued:interactive:acme``), what every tenant has (``tenant:acme``), what one worker shall do whole and has not
+prefilled (``whole:interactive`` and ``whole:batch`` of what is queued, ``whole:prefilling``), and what has ended
+(``ended``). A counter that has come to zero is not there. ``record.lua`` moves them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ def load(flat: Sequence[bytes]) -> Load:
     states: dict[State, Count] = dict.fromkeys(sorted(LIVE), _NOTHING)
     queued: dict[Priority, dict[str, Count]] = {}
     tenants: dict[str, Count] = {}
+    whole: dict[str, Count] = {}
     ended = _NOTHING
     for name, count in _counters(flat):
         if count is _JUNK:
@@ -31,6 +33,8 @@ def load(flat: Sequence[bytes]) -> Load:
             queued.setdefault(cast(Priority, priority), {})[tenant] = count
         elif kind == "tenant":
             tenants[whose] = count
+        elif kind == "whole":
+            whole[whose] = count
         elif kind == "ended":
             ended = count
         elif kind in states:
@@ -42,6 +46,7 @@ def load(flat: Sequence[bytes]) -> Load:
         reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
         queued=queued,
         tenants=tenants,
+        whole=whole,
         accepted=total((ended, *states.values())),
         ended=ended,
     )

@@ -88,13 +88,17 @@ local function add(name, sign, requests, prompt, reserved)
 end
 
 -- Adds the record to the counters of its state and tenant, or (sign -1) takes it out; `save` writes the sum. What is
--- queued is counted by class and tenant instead. Tenants are any text, so they stand last.
+-- queued is counted by class and tenant instead. Tenants are any text, so they stand last. What one worker shall do whole
+-- is counted once more until its prompt is computed: it may take no part in the prefill queue.
 local function count(sign)
   if not live() then return end
   local state, tenant = record.state, record.tenant or ''
   local place = state == 'queued' and 'queued:' .. record.priority .. ':' .. tenant or state
   add(place, sign, amounts())
   add('tenant:' .. tenant, sign, amounts())
+  if record.mode == 'aggregated' and (state == 'queued' or state == 'prefilling') then
+    add('whole:' .. (state == 'queued' and record.priority or state), sign, amounts())
+  end
 end
 
 -- A counter's three numbers; text that is none counts as nothing, and an audit finds it.
