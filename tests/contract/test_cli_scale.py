@@ -198,3 +198,18 @@ async def test_status_can_be_watched_line_by_line(cli: Cli, system: Connected, m
     watching.terminate()
     await watching.communicate()
     assert all(model in [it["model"] for it in look["models"]] for look in looks)
+
+
+@pytest.mark.parametrize("options", [("--prefill", "0"), ("--mode", "aggregated")])
+async def test_autoscaling_starts_with_a_worker_in_each_of_two_pools_or_not_at_all(
+    cli: Cli, options: tuple[str, str]
+) -> None:
+    status, out, err = await cli.run("up", "--engine", "sim", "--autoscale", *options)
+    assert (status, out) == (2, "")
+    assert "a worker in each" in err
+
+
+async def test_an_address_that_is_taken_is_refused_before_anything_starts(cli: Cli, nats: Server) -> None:
+    status, _, err = await cli.run("up", "--engine", "sim", "--autoscale", PDQ_SCALING_METRICS_PORT=str(nats.port))
+    assert status == 2
+    assert "PDQ_SCALING_METRICS_PORT" in err

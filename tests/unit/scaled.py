@@ -1,4 +1,4 @@
-"""One model whose pools an autoscaler sizes, in memory and on a steered clock. Workers are there once they are asked for."""
+"""One model whose pools an autoscaler sizes, in memory, on a steered clock. Workers are there once they are asked for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
