@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from pdq.connect import Connected, connect
 from pdq.core.layout import Fingerprint, KvLayout
@@ -20,7 +21,7 @@ class ScriptedWorker:
         self.system = system
         self.model = model
 
-    async def announce(self) -> None:
+    async def announce(self, state: Literal["ready", "draining"] = "ready", spill: tuple[str, ...] = ()) -> None:
         contract = BackendContract(
             name="scripted",
             version="1",
@@ -42,8 +43,9 @@ class ScriptedWorker:
             occupancy=Occupancy(total_blocks=8, free_blocks=5, running=1, held=2),
             host="here",
             pid=1,
-            state="ready",
+            state=state,
             started_ms=1,
+            spill=spill,
         )
         await self.system.registry.announce(info, ttl_ms=60_000)
 

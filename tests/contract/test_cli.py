@@ -2,72 +2,20 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pdq.adapters.processes import Server
 from pdq.core import names
 from pdq.core.handoff import Event, Side, State
 from pdq.core.messages import Cancel, Control, End, Failure, Resend
 from pdq.ports import Changes
-from tests.contract.scripted import LAYOUT, WORKER, ScriptedWorker, scripted_worker, until
+from tests.contract.commands import Cli, finish
+from tests.contract.scripted import LAYOUT, WORKER, ScriptedWorker, until
 
 REQUEST = "0197c0de-0000-7000-8000-0000000000"
-
-
-@pytest.fixture
-async def worker(nats: Server, valkey: Server, model: str) -> AsyncIterator[ScriptedWorker]:
-    async with scripted_worker(nats.url, valkey.url, model) as scripted:
-        await scripted.announce()
-        yield scripted
-        await scripted.system.registry.withdraw(WORKER)
-
-
-class Cli:
-    """Runs ``pdq`` with the servers' addresses in a state directory, as ``pdq up`` leaves it."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
-
-    async def start(self, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PDQ_")}
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pdq.cli", *arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=self.state_dir.parent,
-            env={**inherited, "PDQ_STATE_DIR": str(self.state_dir), **environ},
-        )
-
-    async def run(self, *arguments: str, **environ: str) -> tuple[int | None, str, str]:
-        return await finish(await self.start(*arguments, **environ))
-
-    async def json(self, *arguments: str) -> Any:
-        status, out, err = await self.run(*arguments, "--json")
-        assert (status, err) == (0, "")
-        return json.loads(out)
-
-
-async def finish(program: asyncio.subprocess.Process, text: str = "") -> tuple[int | None, str, str]:
-    async with asyncio.timeout(60):
-        out, err = await program.communicate(text.encode())
-    return program.returncode, out.decode(), err.decode()
-
-
-@pytest.fixture
-def cli(nats: Server, valkey: Server, tmp_path: Path) -> Cli:
-    state_dir = tmp_path / ".pdq"
-    state_dir.mkdir()
-    (state_dir / "env").write_text(f"PDQ_NATS_URL={nats.url}\nPDQ_REDIS_URL={valkey.url}\n")
-    return Cli(state_dir)
 
 
 # --- Looking at a system ----------------------------------------------------------------------------------------------
