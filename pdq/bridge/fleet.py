@@ -1,7 +1,8 @@
 """What the live workers can do, from their registrations.
 
-A model whose workers have all gone still is a model: its requests wait in the queue until somebody scales up from zero.
-Only a model of which no worker was ever seen cannot be judged, and is refused for now.
+A model whose workers have all gone still is a model: its requests wait in the queue until somebody scales up from zero,
+and what its workers could take is what the last of them said, also for a bridge that was started since. Only a model that
+never had a worker cannot be judged, and is refused for now.
 """
 
 from collections import Counter
@@ -26,10 +27,12 @@ class Fleet:
         """What every live worker of ``model`` can take, prompt and output together.
 
         Raises:
-            Unavailable: no worker of this model was ever seen, or the registry does not answer.
+            Unavailable: there never was a worker of this model, or the registry does not answer.
         """
         await self._refresh()
         known = self._max_context.get(model)
+        if known is None and (last := await self._census.last(model)) is not None:
+            known = self._max_context[model] = last.contract.max_context
         if known is None:
             raise Unavailable(f"no worker serves model {model!r} yet", retry_after_s=RETRY_AFTER_S)
         return known

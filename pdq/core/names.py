@@ -141,6 +141,11 @@ def worker_key(worker: str) -> str:
     return f"pdq:worker:{worker}"
 
 
+def last_worker_key(model: str) -> str:
+    """String: what the last worker of this model that said anything has said of itself. It stays when all have gone."""
+    return f"pdq:worker:of:{{{model}}}"
+
+
 # --- Environment, shared memory ---------------------------------------------------------------------------------------
 
 SHM_PREFIX: Final = "pdq-kv-"

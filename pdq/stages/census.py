@@ -12,6 +12,7 @@ FRESH_S: Final = 1.0
 
 class Census:
     def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
         self._kept = Kept(registry.workers, FRESH_S, clock)
 
     async def workers(self) -> Sequence[WorkerInfo]:
@@ -21,3 +22,7 @@ class Census:
             Unavailable: the registry does not answer.
         """
         return await self._kept.get()
+
+    async def last(self, model: str) -> WorkerInfo | None:
+        """See ``WorkerRegistry.last``."""
+        return await self._registry.last(model)

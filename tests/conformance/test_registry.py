@@ -117,3 +117,18 @@ async def test_names_of_dead_workers_do_not_pile_up_in_the_index(model: str, val
     assert not await client.sismember(names.WORKERS_KEY, f"dead-{model}")
     await registry.close()
     await client.aclose()
+
+
+async def test_what_the_last_worker_of_a_model_said_stays_when_all_have_gone(scene: Scene, model: str) -> None:
+    assert await scene.registry.last(model) is None
+    first, second = info(f"w1-{model}", model), info(f"w2-{model}", model, Pool.DECODE)
+    await scene.registry.announce(first, LONG)
+    await scene.registry.announce(second, SHORT)
+    await scene.registry.withdraw(first.worker)
+
+    async def gone() -> bool:
+        return not await scene.registry.workers(model)
+
+    await scene.until(gone)
+    assert await scene.registry.last(model) == second
+    assert await scene.registry.last(f"{model}x") is None

@@ -31,9 +31,11 @@ class RedisRegistry:
             await self._owned.aclose()
 
     async def announce(self, info: WorkerInfo, ttl_ms: int) -> None:
+        said = _encode(info)
         await self._link.many(
             [
-                ("SET", names.worker_key(info.worker), _encode(info), "PX", ttl_ms),
+                ("SET", names.worker_key(info.worker), said, "PX", ttl_ms),
+                ("SET", names.last_worker_key(info.model), said),
                 ("SADD", names.WORKERS_KEY, info.worker),
             ]
         )
@@ -48,3 +50,7 @@ class RedisRegistry:
             await self._link.call("SREM", names.WORKERS_KEY, *gone)
         alive = [_worker_info.decode(said) for said in stored if said is not None]
         return [info for info in alive if model is None or info.model == model]
+
+    async def last(self, model: str) -> WorkerInfo | None:
+        said = await self._link.call("GET", names.last_worker_key(model))
+        return None if said is None else _worker_info.decode(said)

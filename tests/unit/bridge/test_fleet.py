@@ -61,3 +61,12 @@ async def test_a_model_that_never_had_a_worker_is_unavailable_with_a_time_to_com
     with pytest.raises(Unavailable, match="no worker") as caught:
         await Fleet(Census(Registry(), Clock()), "disaggregated").max_context(MODEL)
     assert caught.value.retry_after_s > 0
+
+
+async def test_a_bridge_that_starts_while_all_workers_have_gone_knows_what_they_could_take() -> None:
+    registry = Registry()
+    await registry.announce(worker_info(Pool.DECODE, max_context=500), 60_000)
+    await registry.withdraw(worker_info(Pool.DECODE).worker)
+    fleet = Fleet(Census(registry, Clock()), "disaggregated")
+    assert await fleet.max_context(MODEL) == 500
+    assert await fleet.missing([MODEL])
