@@ -4,7 +4,6 @@ A single worker is marked on the board as sent away, so that nobody starts it ag
 zero, which whoever supervises it carries out; if nobody does, each of its workers is sent away.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Final, NamedTuple
 
@@ -29,6 +28,7 @@ from pdq.cli.departures import (
 )
 from pdq.cli.duration import Deadline
 from pdq.cli.find import DEFAULT_STATE_DIR, AsJson, OfModel, StateDir, System, served_model, talk
+from pdq.cli.human import warn
 from pdq.core import names
 from pdq.core.errors import InvalidRequest, WorkerNotFound
 from pdq.core.exits import OTHER
@@ -141,7 +141,7 @@ class _Leaving(NamedTuple):
         report = await self.system.board.last_report(model)
         await self._warn_of_the_last(workers)
         if report is None or report.actuator == "advise":
-            _warn(f"nobody carries out the size of {model}'s pools: each {pool} worker is sent away by message")
+            warn(f"nobody carries out the size of {model}'s pools: each {pool} worker is sent away by message")
             for info in workers:
                 await self.system.board.send_away(model, info.worker)
             return await self._by_message(workers)
@@ -183,7 +183,7 @@ class _Leaving(NamedTuple):
         first, names = leaving[0], {info.worker for info in leaving}
         live = await self.system.registry.workers(first.model)
         if not [it for it in live if it.pool is first.pool and it.state == "ready" and it.worker not in names]:
-            _warn(f"no other {first.pool} worker of {first.model} is ready: requests wait until there is one")
+            warn(f"no other {first.pool} worker of {first.model} is ready: requests wait until there is one")
 
 
 def undrain(
@@ -293,7 +293,3 @@ async def _stay(system: System, workers: Sequence[WorkerInfo]) -> tuple[list[str
     )
     by_state = {state: [it.worker for it in seen if it.state == state] for state in ("ready", "draining")}
     return by_state["ready"], by_state["draining"]
-
-
-def _warn(message: str) -> None:
-    print(f"pdq: {message}", file=sys.stderr)

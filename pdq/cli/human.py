@@ -7,6 +7,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def warn(message: str) -> None:
+    """A line on standard error that is no failure."""
+    print(f"pdq: {message}", file=sys.stderr)
+
+
 def console() -> "Console":
     """Standard output; wide when it is no terminal, so that a pipe gets one line for each row."""
     from rich.console import Console

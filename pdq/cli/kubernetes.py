@@ -5,7 +5,6 @@ It asks nothing of NATS, and Redis only for which workers are missed least; with
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from msgspec import Struct
 
 from pdq.autoscale.observe import missed_least_first
 from pdq.cli.find import environment
+from pdq.cli.human import warn
 from pdq.core.errors import InvalidRequest, InvalidSettings, PdqError
 from pdq.core.settings import KubernetesSettings, load
 from pdq.ports import Pool, WorkerInfo
@@ -127,7 +127,7 @@ def scale(
         except InvalidSettings as error:
             if not dry_run:
                 raise
-            _warn(f"an outline only: {error}; a pool that shrinks has the costs of its pods written first")
+            warn(f"an outline only: {error}; a pool that shrinks has the costs of its pods written first")
             return [request for pool, replicas in sizes.items() for request in outline(settings, pool, replicas)]
 
     _show(asyncio.run(work()), dry_run, as_json)
@@ -162,12 +162,8 @@ async def _workers(state_dir: Path) -> Sequence[WorkerInfo]:
         async with connect(load(environment(state_dir)), "cli") as system:
             return await system.registry.workers()
     except PdqError as error:
-        _warn(f"Kubernetes chooses by itself who goes, because nobody says what workers hold: {error}")
+        warn(f"Kubernetes chooses by itself who goes, because nobody says what workers hold: {error}")
         return ()
-
-
-def _warn(message: str) -> None:
-    print(f"pdq: {message}", file=sys.stderr)
 
 
 def _show(requests: Sequence["Request"], dry_run: bool, as_json: bool) -> None:

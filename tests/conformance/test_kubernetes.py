@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from pdq.adapters.kubernetes import KubernetesActuator, Request, connect
+from pdq.adapters.kubernetes import COST, KubernetesActuator, Request, connect
 from pdq.core.errors import InvalidSettings, Unavailable, WorkerNotFound
 from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool
@@ -113,7 +113,7 @@ async def test_costs_of_a_scaling_that_did_not_come_to_pass_are_taken_back(
 
 async def test_growth_takes_all_costs_away(api: KubernetesApi, actuator: KubernetesActuator) -> None:
     pod = api.running("pdq-prefill")[0]
-    api.pods[pod]["metadata"]["annotations"] = {"controller.kubernetes.io/pod-deletion-cost": "-1", "other": "stays"}
+    api.pods[pod]["metadata"]["annotations"] = {COST: "-1", "other": "stays"}
     await actuator.scale(Pool.PREFILL, 4, ())
     assert api.pods[pod]["metadata"]["annotations"] == {"other": "stays"}
 
@@ -378,3 +378,18 @@ async def test_the_stand_in_judges_patches_as_the_api_reference_says(
         assert answer.json()["spec"] == {"replicas": 4}
     else:
         assert (answer.json()["kind"], answer.json()["code"]) == ("Status", status)
+
+
+async def test_the_stand_in_judges_other_writes_as_the_api_reference_says(api: KubernetesApi) -> None:
+    pod = f"/api/v1/namespaces/llm/pods/{api.running('pdq-decode')[0]}"
+    scale = "/apis/apps/v1/namespaces/llm/deployments/pdq-decode/scale"
+    merge = {"Content-Type": "application/merge-patch+json"}
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, base_url=api.url) as client:
+        read = (await client.get(scale)).json()
+        assert (await client.put(scale, json={**read, "spec": {"replicas": 0}})).json()["spec"] == {}
+        assert (await client.put(scale, json=read)).status_code == 409
+        cost = {"metadata": {"annotations": {COST: "0.5"}}}
+        assert (await client.patch(pod, json=cost, headers=merge)).status_code == 422
+        assert (await client.patch(pod, json={"spec": {"nodeName": "other"}}, headers=merge)).status_code == 422
+        assert (await client.delete(pod)).status_code == 405
+        assert (await client.get("/apis/apps/v1/namespaces/other/deployments/pdq-decode/scale")).status_code == 404

@@ -114,7 +114,7 @@ def test_only_workers_carry_ucx_only_torch_workers_torch_and_only_the_autoscaler
         for part in ("control", "worker", "torch", "kubernetes")
     }  # fmt: skip
     assert not [line for line in made["control"] if re.match("ucx|torch|transformers|kubernetes", line)]
-    assert [line for line in made["kubernetes"] if line] == ["kubernetes-asyncio>=32"]
+    assert [line for line in made["kubernetes"] if line] == ["kubernetes-asyncio>=36"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*made["control"], *made["worker"]} - {""} == set(project["dependencies"])
     sources = {role: re.findall(r"--from=(\S+)", json.dumps(stages()[role][1])) for role in ROLES}
