@@ -17,14 +17,14 @@ Order and fairness, over queues that are first in, first out:
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
 from pdq.core.handoff import State
-from pdq.core.load import Count, Load, Rates, total
+from pdq.core.load import Count, Load, Rates
 from pdq.core.messages import Priority
 from pdq.core.settings import AdmissionSettings
 
@@ -234,7 +234,7 @@ def _scarce(load: Load, capacity: Capacity, limits: AdmissionSettings, request: 
     kind, rates = request.priority, capacity.rates
     max_requests, max_tokens = _caps(limits, kind)
     waiting = load.queued.get(kind, {})
-    has, all_ = waiting.get(request.tenant, Count()), total(waiting.values())
+    has, all_ = waiting.get(request.tenant, Count()), load.waiting[kind]
     yield _Scarce(
         f"waiting {kind} requests",
         *(max_requests, all_.requests, has.requests, 1),
@@ -260,7 +260,7 @@ def _scarce(load: Load, capacity: Capacity, limits: AdmissionSettings, request: 
 
 def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
     """An empty queue takes any one request."""
-    has = _total(load.queued, request.priority)
+    has = load.waiting[request.priority]
     max_requests, max_tokens = _caps(limits, request.priority)
     over = has.requests + 1 - max_requests
     if over > 0:
@@ -350,12 +350,8 @@ def _for_prefill(load: Load, capacity: Capacity, where: Priority | Literal["pref
     if where == "prefilling":
         tokens = load.prompt_tokens.get(State.PREFILLING, 0)
     else:
-        tokens = _total(load.queued, where).prompt_tokens
+        tokens = load.waiting[where].prompt_tokens
     return tokens if capacity.takes_whole else tokens - load.whole.get(where, Count()).prompt_tokens
-
-
-def _total(queued: Mapping[Priority, Mapping[str, Count]], priority: Priority) -> Count:
-    return total(queued.get(priority, {}).values())
 
 
 def _retry_s(over: float, rate_per_s: float | None, limits: AdmissionSettings) -> float:

@@ -5,6 +5,7 @@ going on. All of a ``Load`` is read in one atomic step: a request never shows in
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ def total(counts: Iterable[Count]) -> Count:
     return Count(requests, prompt, reserved)
 
 
-class Load(Struct, frozen=True):
+class Load(Struct, frozen=True, dict=True):
     """One consistent reading of a model's counters.
 
     A ledger moves them in the same step as the record: the first three per live state, ``queued`` while a record is in
@@ -54,6 +55,12 @@ class Load(Struct, frozen=True):
     """Everything ever accepted; only differences between two readings mean something."""
     ended: Count = Count()
     """Everything that ever ended, in whichever way."""
+
+    @cached_property
+    def waiting(self) -> Mapping[Priority, Count]:
+        """What waits for prefill, by class."""
+        classes: tuple[Priority, ...] = ("interactive", "batch")
+        return {priority: total(self.queued.get(priority, {}).values()) for priority in classes}
 
 
 def entered(load: Load, priority: Priority, tenant: str, count: Count, *, whole: bool) -> Load:

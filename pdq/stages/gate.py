@@ -50,9 +50,15 @@ class Gate:
         Raises:
             Unavailable: ledger or registry do not answer.
         """
+        handoff = self._settings.handoff
         view = await self._look(model)
-        wait_s = queue_wait_s(view.load, view.capacity, self._settings.admission, priority)
-        return routing.route(prompt_tokens, wait_s, view.capacity, self._settings.handoff)
+        # With many tenants the estimate costs more than all else here.
+        wait_s = (
+            queue_wait_s(view.load, view.capacity, self._settings.admission, priority)
+            if handoff.mode == "auto"
+            else None
+        )
+        return routing.route(prompt_tokens, wait_s, view.capacity, handoff)
 
     @contextlib.asynccontextmanager
     async def entering(self, model: str, request: Request) -> AsyncIterator[Admitted]:
