@@ -160,7 +160,7 @@ class KubernetesActuator:
         """The pods that count as its replicas."""
         path = f"/api/v1/namespaces/{self._namespace}/pods"
         found = await self._api.read(Request("GET", path, query={"labelSelector": scale.status.selector}), Pods)
-        return [pod for pod in found.items if pod.counts]
+        return [pod for pod in found.items or () if pod.counts]
 
     async def _carry_out(self, decide: Callable[[], Awaitable[Sequence[Request]]]) -> None:
         for attempt in range(1, ATTEMPTS + 1):

@@ -104,7 +104,8 @@ class Pod(Struct, frozen=True):
 
 
 class Pods(Struct, frozen=True):
-    items: tuple[Pod, ...] = ()
+    items: tuple[Pod, ...] | None = None
+    """Of an empty list some servers make null."""
 
 
 class DeploymentStatus(Struct, frozen=True):
