@@ -178,13 +178,32 @@ def test_a_worker_that_cannot_start_is_reported_and_keeps_nobody_else_from_servi
     wait_for(lambda: not report(stack).pools[Pool.PREFILL].trouble, "no trouble any more", 60)
 
 
+def kill_the_bridge(stack: Stack) -> None:
+    """Returns when another one has taken its place."""
+    (bridge,) = [it for it in stack.descendants() if "pdq.bridge" in it.cmdline()]
+    bridge.kill()
+    bridge.wait()
+
+    def alive() -> bool:
+        try:
+            return httpx.get(f"{stack.url}/health/live").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_for(alive, "another bridge", 60)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_idle_pools_go_to_zero_and_requests_that_wait_bring_them_back(tmp_path: Path) -> None:
+async def test_idle_pools_go_to_zero_and_requests_that_wait_bring_them_back_whatever_becomes_of_the_bridge(
+    tmp_path: Path,
+) -> None:
     env = FAST | {"PDQ_SCALING_PREFILL_MIN": "0", "PDQ_SCALING_DECODE_MIN": "0"}
     with running(tmp_path / "state", *SIM, "--autoscale", env=env) as stack:
-        for _ in range(2):
+        for bridge_dies in (False, True):
             await asyncio.to_thread(wait_for, lambda: not stack.workers(), "nobody is left", 60)
+            if bridge_dies:
+                await asyncio.to_thread(kill_the_bridge, stack)
             async with httpx.AsyncClient(timeout=120) as client:
                 lacking = await client.get(f"{stack.url}/health/ready")
                 assert lacking.status_code == 503
