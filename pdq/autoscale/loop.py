@@ -2,7 +2,7 @@
 
 Several processes may run this loop for one model; the board lets one of them decide at a time. The others go on
 measuring, so that whoever takes over knows the rates. A decision is carried out for each pool by itself: an actuator that
-fails for one is reported, tried again with the next decision, and keeps neither the loop nor the other pool from going on.
+fails for one is reported and asked again, and keeps neither the loop nor the other pool from going on.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from pdq.autoscale.metrics import Metrics
 from pdq.autoscale.observe import Helm, Observer, Sight, missed_least_first
 from pdq.autoscale.policies import Policy
 from pdq.core.errors import PdqError
-from pdq.core.pacing import Cause
 from pdq.core.scaling import Decision, PoolDecision, PoolSeen
 from pdq.core.settings import ScalingSettings
 from pdq.ports import Actuator, HandoffLedger, Pool, PoolReport, ScalingReport, WorkerRegistry
@@ -57,8 +56,7 @@ class Autoscaler:
         self._leads: bool | None = None
         """None: nobody was asked yet, or nobody answered."""
         self._unread = ""
-        self._said: dict[Pool, tuple[Cause, int | None, str]] = {}
-        """Cause, size and trouble of each pool's last decision: what was logged needs no second line."""
+        self._last: dict[Pool, PoolReport] = {}
         self._changed_ms: dict[Pool, int] = {}
 
     async def run(self) -> None:
@@ -122,22 +120,22 @@ class Autoscaler:
             changed_ms=self._changed_ms.get(pool),
             trouble=trouble,
         )
-        self._tell(pool, report, change)
+        self._tell(pool, report)
         return report
 
-    def _tell(self, pool: Pool, report: PoolReport, change: bool) -> None:
+    def _tell(self, pool: Pool, report: PoolReport) -> None:
         """A line worth reading when something changes; the rest is there for whoever looks for it."""
-        now = report.cause, report.decided, report.trouble
-        news = change or self._said.get(pool, (None,))[0] is not report.cause
-        self._said, before = self._said | {pool: now}, self._said.get(pool)
+        before = self._last.get(pool)
+        self._last[pool] = report
+        news = before is None or (before.decided, before.cause) != (report.decided, report.cause)
         inputs = " ".join(f"{name}={value:g}" for name, value in report.inputs.items())
         log.log(
             logging.INFO if news else logging.DEBUG,
             "%s %s -> %s, %s: %s [%s]",
             *(pool, _size(report.replicas), _size(report.decided), report.cause, report.why, inputs),
         )
-        if report.trouble and (before is None or before[2] != report.trouble):
-            log.warning("%s: %s", pool, report.trouble)
+        if report.trouble != (before.trouble if before is not None else ""):
+            log.warning("%s: %s", pool, report.trouble or "no trouble any more")
 
     def _tell_unread(self, unread: str) -> None:
         if unread != self._unread:
