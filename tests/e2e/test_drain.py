@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdq.core.handoff import State
@@ -17,6 +18,8 @@ from tests.e2e.audits import assert_clean
 from tests.e2e.load import under_load
 from tests.e2e.requester import tell
 from tests.e2e.stack import SHORT_LEASES, Stack, running, wait_for
+
+pytestmark = pytest.mark.slow
 
 ENV = {
     **SHORT_LEASES,
@@ -76,6 +79,13 @@ def found(stack: Stack, worker: str) -> WorkerInfo | None:
 def state_of(stack: Stack, worker: str) -> str | None:
     info = found(stack, worker)
     return info.state if info is not None else None
+
+
+def answers(stack: Stack) -> bool:
+    try:
+        return httpx.get(f"{stack.url}/health/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def held_by(stack: Stack, worker: str) -> int:
@@ -177,6 +187,18 @@ def test_a_pool_is_drained_and_called_back_while_requests_wait(stack: Stack, bac
     assert not stack.workers("prefill")
     assert stack.cli("undrain", "prefill")["released"]
     assert waiting.result(90)["usage"]["completion_tokens"] == 20
+    assert_clean(stack)
+
+
+def test_a_bridge_that_is_told_to_leave_lets_its_streams_finish(stack: Stack, background: ThreadPoolExecutor) -> None:
+    long = ASKED | {"max_tokens": 800, "min_tokens": 800}
+    asked = [background.submit(stack.complete, f"{PROMPT}{n}", **long) for n in range(4)]
+    wait_for(lambda: [it.state for it in stack.live()] == [State.FETCHED] * 4, "all of them are decoded")
+    [bridge] = [it for it in stack.descendants() if "pdq.bridge" in it.cmdline()]
+    bridge.terminate()
+    assert [it.result(90)["usage"]["completion_tokens"] for it in asked] == [800] * 4
+    bridge.wait(30)
+    wait_for(lambda: answers(stack), "another bridge has taken its place", 60)
     assert_clean(stack)
 
 
