@@ -182,7 +182,9 @@ class Display:
 
     def __call__(self, seen: Sequence[Seen]) -> None:
         if self._live is not None:
-            self._live.update("\n".join(map(str, seen)))
+            from rich.text import Text
+
+            self._live.update(Text("\n".join(map(str, seen))))
             return
         for at in seen:
             if not self._quiet and self._said.get(at.worker) != str(at):
