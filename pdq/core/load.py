@@ -158,9 +158,8 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
     pairs = [(old, new) for old, new in pairs if new.tokens >= old.tokens and new.busy_s >= old.busy_s]
     was, sums = meter.load, meter.sums
     freed = max(0, load.ended.reserved_tokens - was.ended.reserved_tokens)
-    waited_s = (
-        elapsed * len(prefill) if was.requests.get(State.QUEUED, 0) and load.requests.get(State.QUEUED, 0) else 0.0
-    )
+    all_busy = min(_before_ready(was), _before_ready(load)) > 2 * len(prefill)  # each has one to compute, and the next
+    waited_s = elapsed * len(prefill) if all_busy else 0.0
     drained = load.accepted.prompt_tokens - was.accepted.prompt_tokens - _before_decode(load) + _before_decode(was)
     sums = _Sums(
         seconds=sums.seconds * fade + elapsed,
@@ -187,6 +186,10 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
         rest_s_per_token=sums.rest_s / sums.output if sums.output >= 0.5 else meter.rates.rest_s_per_token,
     )
     return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
+
+
+def _before_ready(load: Load) -> int:
+    return load.requests.get(State.QUEUED, 0) + load.requests.get(State.PREFILLING, 0)
 
 
 def _before_decode(load: Load) -> int:
