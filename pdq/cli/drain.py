@@ -206,7 +206,7 @@ def undrain(
     async def work(system: System, _: Settings) -> Undrained:
         if what in list(Pool):
             return await _undrain_pool(system, await served_model(system, model), Pool(what))
-        return await _undrain_worker(system, what)
+        return await _undrain_worker(system, what, model)
 
     outcome = talk(state_dir, work)
     if as_json:
@@ -246,10 +246,11 @@ def _told_back(outcome: Undrained) -> str:
     return "; ".join(parts) or "nothing to take back"
 
 
-async def _undrain_worker(system: System, worker: str) -> Undrained:
+async def _undrain_worker(system: System, worker: str, model: str | None) -> Undrained:
+    """``model`` is where else to look: one that has no live worker and never had a record is not known otherwise."""
     live = await system.registry.workers()
-    models = {info.model for info in live} | set(await system.ledger.models())
-    called = [model for model in sorted(models) if await system.board.call_back(model, worker)]
+    models = {info.model for info in live} | set(await system.ledger.models()) | ({model} if model else set())
+    called = [it for it in sorted(models) if await system.board.call_back(it, worker)]
     if info := next((info for info in live if info.worker == worker), None):
         serving, leaving = await _stay(system, [info])
         # One that left in this very moment is started again, because it was called back.
