@@ -21,9 +21,10 @@ from typing import Any
 
 import uvloop
 
+from pdq.core.environment import load
 from pdq.core.errors import PdqError
 from pdq.core.exits import exit_status
-from pdq.core.settings import DrainSettings, load
+from pdq.core.settings import DrainSettings
 
 log = logging.getLogger(__name__)
 

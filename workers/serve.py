@@ -15,9 +15,10 @@ from typing import Final
 
 from pdq import connect, runtime
 from pdq.adapters.tokenizer import load_tokenizer
+from pdq.core.environment import load
 from pdq.core.errors import PdqError
 from pdq.core.ids import mint_worker_id
-from pdq.core.settings import Settings, load
+from pdq.core.settings import Settings
 from pdq.ports import Board, Pool, Tokenizer
 from pdq.stages.local import WholeEngine
 from pdq.stages.worker import Worker

@@ -35,8 +35,8 @@ async def worker(lenient: bool, model: str | None) -> str | None:
     """What is wrong, or None."""
     from pdq.adapters import redis
     from pdq.core import names
+    from pdq.core.environment import load
     from pdq.core.errors import PdqError
-    from pdq.core.settings import load
 
     try:
         async with asyncio.timeout(TIMEOUT_S):

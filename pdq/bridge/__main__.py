@@ -10,8 +10,8 @@ from pdq.adapters.tokenizer import load_tokenizer
 from pdq.bridge.app import Parts
 from pdq.bridge.server import serve
 from pdq.connect import connect
+from pdq.core.environment import load
 from pdq.core.ids import mint_worker_id
-from pdq.core.settings import load
 
 
 def main() -> int:

@@ -144,7 +144,9 @@ def document() -> dict[str, Any]:
                 **_operation("receive", "account", "AccountQuestion", "Anybody asks a worker what it holds now."),
                 "reply": _reply("AccountAnswer"),
             },
-            "controlWorker": _operation("receive", "worker", "Control", "Ask a worker to resend, to drain, or to stay."),
+            "controlWorker": _operation(
+                "receive", "worker", "Control", "Ask a worker to resend, to drain, or to stay."
+            ),
             "cancelRequests": _operation("receive", "cancel", "Control", "Tell all workers what was cancelled."),
             "buryJob": _operation("send", "deadLetters", "DeadJob", "A worker rejects a job for good."),
         },

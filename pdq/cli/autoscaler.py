@@ -44,7 +44,7 @@ def autoscaler(
     from pdq.autoscale.metrics import Metrics
     from pdq.autoscale.policies import FollowLoad
     from pdq.connect import connect
-    from pdq.core.settings import load
+    from pdq.core.environment import load
 
     settings = load(environment(state_dir))
 

@@ -7,8 +7,9 @@ from typing import Final
 import typer
 
 from pdq.cli.find import DEFAULT_STATE_DIR, environment
+from pdq.core.environment import load
 from pdq.core.errors import PdqError
-from pdq.core.settings import Settings, load
+from pdq.core.settings import Settings
 from pdq.ports import Pool
 
 PATIENCE_S: Final = 1.0

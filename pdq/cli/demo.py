@@ -82,7 +82,7 @@ def _texts(answer: http.client.HTTPResponse) -> Iterator[str]:
 async def _account(stack: Stack, request_id: str) -> str:
     from pdq.cli.trace import account, lines
     from pdq.connect import connect
-    from pdq.core.settings import load
+    from pdq.core.environment import load
 
     async with connect(load(stack.environ), "demo") as system:
         record = await system.ledger.find(request_id)

@@ -13,8 +13,9 @@ from typing import Annotated, Final, Protocol, TypeVar
 import typer
 
 from pdq.core import names
+from pdq.core.environment import load, variables_of
 from pdq.core.errors import InvalidSettings, Unavailable
-from pdq.core.settings import Settings, load, variables_of
+from pdq.core.settings import Settings
 from pdq.ports import Board, HandoffLedger, JobQueue, TokenBus, WorkerRegistry
 
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from msgspec import Struct
 from pdq.autoscale.observe import missed_least_first
 from pdq.cli.find import environment
 from pdq.cli.human import warn
+from pdq.core.environment import load
 from pdq.core.errors import InvalidRequest, InvalidSettings, PdqError
-from pdq.core.settings import KubernetesSettings, load
+from pdq.core.settings import KubernetesSettings
 from pdq.ports import Pool, WorkerInfo
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     """
     from pdq import runtime
     from pdq.connect import connect
-    from pdq.core.settings import load
+    from pdq.core.environment import load
     from pdq.stages.endings import Endings
     from pdq.stages.outbox import Outbox
     from pdq.stages.reaper import NAME, Reaper

@@ -7,7 +7,8 @@ from msgspec import Struct
 from pdq.cli.docstrings import field_docs, prose
 from pdq.cli.find import AsJson
 from pdq.cli.human import console
-from pdq.core.settings import PLACES, Settings, from_file, variables
+from pdq.core.environment import PLACES, from_file, variables
+from pdq.core.settings import Settings
 
 
 class Variable(Struct, frozen=True):
@@ -34,7 +35,7 @@ def _meaning(name: str, group: type, field: str) -> str:
 
 
 def written(value: object) -> str:
-    """A setting's value as text that ``pdq.core.settings.load`` reads back as the same value."""
+    """A setting's value as text that ``pdq.core.environment.load`` reads back as the same value."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, dict):

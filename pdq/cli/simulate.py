@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pdq.cli.find import AsJson
 from pdq.cli.human import console, seconds
-from pdq.core import settings
+from pdq.core import environment
 from pdq.core.errors import InvalidSettings
 from pdq.simulate.compare import Outcome, Terms, compare
 from pdq.simulate.profile import PROFILES
@@ -69,7 +69,7 @@ def simulate(
     """
     if profile not in PROFILES:
         raise InvalidSettings(f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
-    configured = settings.load(os.environ)
+    configured = environment.load(os.environ)
     terms = Terms(
         ttft_s=ttft_ms / 1_000,
         itl_s=itl_ms / 1_000,

@@ -35,8 +35,8 @@ from pdq.cli.programs import bridge_command, worker_command
 from pdq.cli.supervise import OVERDUE_S, Part, Workers
 from pdq.connect import Connected, connect
 from pdq.core import names
+from pdq.core.environment import load
 from pdq.core.errors import InvalidSettings, PdqError, Unavailable
-from pdq.core.settings import load
 from pdq.ports import Pool
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ import typer.main
 from msgspec.structs import fields
 
 from pdq.cli.app import app
-from pdq.core.settings import PLACES, Settings, variables_of
+from pdq.core.environment import PLACES, variables_of
+from pdq.core.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from pdq.connect import Connected, connect
+from pdq.core.environment import load
 from pdq.core.layout import Fingerprint, KvLayout
 from pdq.core.lease import RecordKey
 from pdq.core.messages import End, PrefillJob, TokenEntry, TokenFrame, decode
-from pdq.core.settings import load
 from pdq.ports import BackendContract, NewRecord, Occupancy, Pool, Queue, Record, WorkerInfo
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32", block_size=16, chunk_tokens=64)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from pdq.adapters.processes import Server
 from pdq.connect import Connected, connect
+from pdq.core.environment import load
 from pdq.core.pacing import Cause
-from pdq.core.settings import load
 from pdq.ports import Pool, PoolReport, ScalingReport
 from tests.conformance.test_registry import info
 from tests.contract.commands import Cli, finish

@@ -11,7 +11,7 @@ import pytest
 
 from pdq.bridge.server import CLOSE_S
 from pdq.core import names
-from pdq.core.settings import load
+from pdq.core.environment import load
 from tests.contract.chart import CASES, CHART, MODEL, Rendered, container, invalid, labels, pod, selects
 from tests.contract.deployed import parse, unknown_settings
 

@@ -7,7 +7,8 @@ from pdq import connect
 from pdq.cli.find import System
 from pdq.cli.gather import audited
 from pdq.core.audit import Finding
-from pdq.core.settings import Settings, load
+from pdq.core.environment import load
+from pdq.core.settings import Settings
 from tests.e2e.stack import Stack
 
 PAUSE_S = 0.2

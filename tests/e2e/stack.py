@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 
 from pdq.adapters.processes import dying_with_parent
 from pdq.connect import Connected, connect
-from pdq.core.settings import load
+from pdq.core.environment import load
 from pdq.ports import Record, WorkerInfo
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from pdq.adapters.processes import Child, Server
 from pdq.connect import Connected, connect
 from pdq.core import names
+from pdq.core.environment import load
 from pdq.core.ids import mint_worker_id
 from pdq.core.messages import PrefillJob, Sampling, TokenFrame, encode
-from pdq.core.settings import load
 from pdq.ports import Occupancy, Queue
 from tests.conformance.test_registry import info
 from tests.kubernetes_api import KubernetesApi, kubeconfig

@@ -140,8 +140,8 @@ def test_min_tokens_and_logprobs_hold_across_the_resume_point(two_sinks: Stack) 
 
 @pytest.mark.parametrize("policy", [KEPT, RESUME], ids=["kept", "recomputed"])
 def test_a_worker_that_leaves_hands_its_streams_over(two_sinks: Stack, policy: PolicyWish) -> None:
-    """Its time is over before its sequences have ended: it does not wait for them any more. It knows what it has sent, so even a
-    requester that answers nothing loses nothing."""
+    """Its time is over before its sequences have ended: it does not wait for them any more. It knows what it has sent, so
+    even a requester that answers nothing loses nothing."""
 
     async def hurry(system: Any, stream: Stream) -> None:
         for deadline_ms in (60_000, 0):

@@ -18,9 +18,9 @@ import pytest
 from pdq.adapters.processes import Server
 from pdq.connect import transports
 from pdq.core import names
+from pdq.core.environment import load
 from pdq.core.errors import HandoffUnknown
 from pdq.core.handoff import State
-from pdq.core.settings import load
 from pdq.ports import ChunkPlan, HandoffRef, Record
 from tests.e2e.stack import SHORT_LEASES, Stack, running, wait_for
 from tests.kv import targets

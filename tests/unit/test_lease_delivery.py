@@ -1,6 +1,5 @@
 """Leases as values, what becomes of a delivered job, and how refusals read."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -31,6 +31,7 @@ from workers.torch.model import hugging_face
 
 gguf_reader: Any = modeling_gguf_pytorch_utils
 
+
 def prepare(name: str, cache: Path) -> Path:
     """The directory of model ``name`` under ``cache``, made first if it is not there.
 

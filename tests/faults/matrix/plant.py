@@ -21,9 +21,10 @@ from redis.asyncio import Redis
 from pdq.adapters.processes import Child, Server, free_port, nats_server, valkey_server
 from pdq.connect import Connected, connect
 from pdq.core import names
+from pdq.core.environment import load
 from pdq.core.load import Count
 from pdq.core.messages import Failpoints
-from pdq.core.settings import Settings, load
+from pdq.core.settings import Settings
 from pdq.ports import Queue
 from tests.e2e.stack import SHORT_LEASES
 from tests.faults.matrix.proxy import Network
