@@ -94,6 +94,19 @@ async def test_a_pool_grows_by_processes_with_ids_of_their_own_and_shrinks_by_th
     assert (first.child.returncode, second.child.returncode, third.child.returncode) == (0, 0, None)
 
 
+async def test_a_size_with_a_digit_too_many_is_approached_in_steps_and_can_be_taken_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "STARTS", 2)
+    workers = bench.plan(prefill=1)
+    for size in (3, 5):
+        await workers.scale(Pool.PREFILL, 10_000, ())
+        assert await bench.sizes() == (size, 0)
+    await bench.serving()
+    await workers.scale(Pool.PREFILL, 1, ())
+    await bench.until(lambda: len(bench.all()) == 1)
+
+
 async def test_who_is_not_registered_yet_leaves_before_all_others(bench: Bench) -> None:
     workers = bench.plan(prefill=2)
     known, _ = await bench.serving()
