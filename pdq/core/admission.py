@@ -49,6 +49,7 @@ class Reason(StrEnum):
     NO_WORKERS = "no_workers"
     QUEUED_REQUESTS = "queued_requests"
     QUEUED_TOKENS = "queued_tokens"
+    WAIT = "wait"
     DECODE_MEMORY = "decode_memory"
     HANDOFFS = "handoffs"
     DEADLINE = "deadline"
@@ -116,6 +117,7 @@ def admit(
         or _tenant_over_its_limits(load, capacity, limits, request)
         or _tenant_over_its_share(load, capacity, limits, request)
         or _queue_full(load, capacity, limits, request)
+        or _waits_too_long(wait_s, limits, request)
         or _decode_full(load, capacity, limits, request)
         or _too_late(wait_s, load, capacity, limits, request, now_s)
         or Admitted(wait_s)
@@ -142,12 +144,18 @@ def pull_order(pulls: int, limits: AdmissionSettings) -> tuple[Priority, ...]:
     return _BATCH_FIRST if (pulls + 1) % limits.batch_turn == 0 else _INTERACTIVE_FIRST
 
 
+def prompts_room(in_hand: int, mean_s: float) -> int:
+    """How many prompts a worker may pull that has ``in_hand`` which are not computed yet, and computes one in ``mean_s``.
+    It computes them in order: ``AHEAD_S`` of work keeps it busy, and more would only make an urgent prompt wait behind
+    others that could have waited in the queue."""
+    ahead = max(AHEAD_S / mean_s, LEAST_AHEAD) if mean_s else LEAST_AHEAD
+    return max(0, int(ahead) - in_hand)
+
+
 def prefill_room(held: int, in_hand: int, mean_s: float, limits: AdmissionSettings) -> int:
-    """How many prompts a prefill worker may pull that holds ``held`` handoffs, has ``in_hand`` jobs, and computes one in
-    ``mean_s``. What it has pulled it computes in order: ``AHEAD_S`` of work keeps it busy, and more would only make an
-    urgent prompt wait behind others that could have waited in the queue."""
-    ahead = max(AHEAD_S / mean_s, LEAST_AHEAD) if mean_s else math.inf
-    return max(0, int(min(limits.handoffs_per_prefill_worker - held, ahead)) - in_hand)
+    """How many prompts a prefill worker may pull that holds ``held`` handoffs, and see ``prompts_room``."""
+    window = limits.handoffs_per_prefill_worker - held - in_hand
+    return max(0, min(window, prompts_room(in_hand, mean_s)))
 
 
 def decode_room(transferring: int, limits: AdmissionSettings) -> int:
@@ -278,6 +286,15 @@ def _queue_full(load: Load, capacity: Capacity, limits: AdmissionSettings, reque
     return None
 
 
+def _waits_too_long(wait_s: float | None, limits: AdmissionSettings, request: Request) -> Refused | None:
+    longest_s = limits.batch_wait_s if request.priority == "batch" else limits.interactive_wait_s
+    over_s = (wait_s or 0.0) - longest_s
+    if over_s <= 0:
+        return None
+    why = f"the wait is about {wait_s:.1f} s, {request.priority} requests may wait {longest_s:g} s"
+    return Refused("overloaded", Reason.WAIT, why, _between(over_s, limits))
+
+
 def _decode_full(load: Load, capacity: Capacity, limits: AdmissionSettings, request: Request) -> Refused | None:
     """Whatever is accepted will need decode memory, wherever it is now. A decode pool that starts is not judged, and one
     that has nothing to do takes any one request."""
@@ -304,11 +321,12 @@ def _too_late(
     now_s: float,
 ) -> Refused | None:
     """Not only the wait must fit before the deadline, but the service too, as far as it was measured. When prefill workers
-    hold all that they may, it is decode that makes requests late, and the reason says so."""
+    hold all that they may, it is decode that makes requests late, and the reason says so. A system that has nothing to do
+    takes any one request: were it slow once, it would never learn otherwise."""
     left_s = request.deadline_s - now_s
     service_s = _service_s(capacity.rates, request)
     needed_s = SAFETY * ((wait_s or 0.0) + service_s)
-    if needed_s <= left_s:
+    if needed_s <= left_s or not any(load.requests.values()):
         return None
     ready = load.requests.get(State.READY, 0)
     held_up = ready >= capacity.prefill_workers * limits.handoffs_per_prefill_worker > 0

@@ -212,6 +212,11 @@ class AdmissionSettings(Struct, frozen=True):
     """Prompt tokens that may wait for prefill, class batch."""
     batch_queued_requests: Positive = 16_384
     """Requests that may wait for prefill, class batch."""
+    interactive_wait_s: Seconds = 60.0
+    """Longest estimated wait with which a request of class interactive is accepted. When more comes than can be served, it
+    is this wait that everybody has: set it to the time to the first token that you promise."""
+    batch_wait_s: Seconds = 3_600.0
+    """Longest estimated wait with which a request of class batch is accepted."""
     batch_share: Share = 0.8
     """Batch is refused from this share of decode memory on, so that interactive requests find the rest."""
     batch_turn: Annotated[int, Meta(ge=2)] = 8

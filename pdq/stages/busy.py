@@ -15,6 +15,12 @@ class Busy:
         self._computing = 0
         self._since = 0.0
         self._before = 0.0
+        self._prompts = 0
+
+    @property
+    def mean_s(self) -> float:
+        """Of one prompt; 0 until there was one."""
+        return self.seconds / max(1, self._prompts)
 
     @property
     def seconds(self) -> float:
@@ -27,6 +33,7 @@ class Busy:
         if not self._computing:
             self._since = self._clock()
         self._computing += 1
+        self._prompts += 1
         try:
             yield
         finally:

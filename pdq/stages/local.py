@@ -60,6 +60,8 @@ class LocalStage:
         self._accept = Accept(parts, mode="aggregated")
         self._finisher = Finisher(parts)
         self._recovery = Recovery(parts)
+        self.computed = 0
+        """Requests in hand whose prompt is computed."""
 
     async def handle(self, delivery: Delivery) -> None:
         job, key = await self._accept.job(delivery, self._queue)
@@ -97,7 +99,12 @@ class LocalStage:
                 "prompt_tokens": len(work.tokens),
                 "first_token_ms": first_token_ms(grant, granted),
             }
-            await self._continue(taken, work, grant, run, note)
+            self.computed += 1
+            self._room.changed()
+            try:
+                await self._continue(taken, work, grant, run, note)
+            finally:
+                self.computed -= 1
         finally:
             run.release()
 

@@ -145,8 +145,7 @@ class Worker:
         held = len(self._offers) if self._offers is not None else 0
         free = max(0, settings.engine.max_running - in_hand - held)
         if self._pool is Pool.PREFILL:
-            mean_s = self._parts.busy.seconds / max(1, self._conductor.taken)
-            free = min(free, admission.prefill_room(held, in_hand, mean_s, settings.admission))
+            free = min(free, admission.prefill_room(held, in_hand, self._parts.busy.mean_s, settings.admission))
         return free
 
     # --- how it lives -------------------------------------------------------------------------------------------------
@@ -246,17 +245,21 @@ class Worker:
 
         limits = self._parts.settings.admission
         handoffs = self._consumer(Queue.DECODE, decode.handle, free)
-        consumers = [
-            handoffs,
-            self._consumer(Queue.LOCAL, self._local(Queue.LOCAL)),
-        ]
+        consumers = [handoffs, self._local(Queue.LOCAL)]
         if self._parts.settings.handoff.mode == "aggregated":
-            consumers.append(self._consumer(Queue.PREFILL, self._local(Queue.PREFILL)))
+            consumers.append(self._local(Queue.PREFILL))
         return consumers
 
-    def _local(self, queue: Queue) -> Handle:
+    def _local(self, queue: Queue) -> Consumer:
         stage = LocalStage(self._parts, self._engine, self._conductor, self._batch, self._room, queue, self._keepalive)
-        return stage.handle
+
+        def free() -> int:
+            """What decodes already is in nobody's way any more."""
+            waiting = len(consumer) - stage.computed
+            return min(self._room.free(), admission.prompts_room(waiting, self._parts.busy.mean_s))
+
+        consumer = self._consumer(queue, stage.handle, free)
+        return consumer
 
     def _consumer(self, queue: Queue, handle: Handle, free: Callable[[], int] | None = None) -> Consumer:
         return Consumer(self._parts, queue, self._room, free or self._room.free, handle, self._keepalive)

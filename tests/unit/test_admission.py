@@ -22,6 +22,7 @@ from pdq.core.admission import (
     decode_room,
     fair_share,
     prefill_room,
+    prompts_room,
     pull_order,
     queue_wait_s,
 )
@@ -156,7 +157,7 @@ REFUSALS: list[tuple[str, Load, Capacity, Request, Code, Reason, float]] = [
     ),
     (
         "decode takes 2 s, and it has 1 s",
-        load(),
+        load(fetched=Count(1, 100, 150)),
         replace(CAPACITY, rates=replace(RATES, rest_s=2.0, rest_s_per_token=0.1)),
         replace(SMALL, deadline_s=101.0),
         "overloaded",
@@ -287,6 +288,12 @@ ADMISSIONS: list[tuple[str, Load, Capacity, Request]] = [
         replace(CAPACITY, decode_kv_tokens=100),
         SMALL,
     ),
+    (
+        "an idle system, however slow it was",
+        load(),
+        replace(CAPACITY, rates=replace(RATES, rest_s=60.0)),
+        replace(SMALL, deadline_s=101.0),
+    ),
     ("nothing measured yet", waiting(4, 8_000), replace(CAPACITY, rates=Rates()), replace(SMALL, deadline_s=100.1)),
     (
         "from zero: the queue holds it",
@@ -332,6 +339,21 @@ def test_the_time_to_come_back_is_bounded_however_slow_the_drain() -> None:
     refused = admit(load(fetched=Count(9, 9, 90_000)), slow, LIMITS, SMALL, now_s=0.0)
     assert isinstance(refused, Refused)
     assert refused.retry_after_s == LIMITS.retry_max_s
+
+
+@pytest.mark.parametrize(("priority", "longest_s"), [("interactive", 3.0), ("batch", 3.5)])
+def test_a_wait_longer_than_its_class_may_have_is_refused_while_the_queue_has_room(
+    priority: Priority, longest_s: float
+) -> None:
+    limits = replace(LIMITS, interactive_wait_s=3.0, batch_wait_s=3.5)
+    request = replace(SMALL, priority=priority)
+    most = int(longest_s * 2_000)
+    assert isinstance(admit(waiting(2, most, priority), CAPACITY, limits, request, now_s=0.0), Admitted)
+    refused = admit(waiting(2, most + 200, priority), CAPACITY, limits, request, now_s=0.0)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.reason) == ("overloaded", Reason.WAIT)
+    unmeasured = replace(CAPACITY, rates=Rates())
+    assert isinstance(admit(waiting(2, most + 200, priority), unmeasured, limits, request, now_s=0.0), Admitted)
 
 
 def test_batch_waits_for_interactive_and_interactive_only_for_batch_turns() -> None:
@@ -484,14 +506,15 @@ def test_interactive_goes_first_and_batch_gets_its_turns() -> None:
 
 
 def test_a_worker_whose_window_is_full_does_not_pull() -> None:
-    assert [prefill_room(held, 1, 0.0, LIMITS) for held in range(5)] == [3, 2, 1, 0, 0]
+    assert [prefill_room(held, 1, 0.001, LIMITS) for held in range(5)] == [3, 2, 1, 0, 0]
     assert [decode_room(running, LIMITS) for running in range(5)] == [3, 2, 1, 0, 0]
 
 
 def test_a_worker_pulls_ahead_what_it_computes_in_a_moment_and_at_least_the_next_prompt() -> None:
     roomy = replace(LIMITS, handoffs_per_prefill_worker=16)
-    assert [prefill_room(0, 0, mean_s, roomy) for mean_s in (0.0, 0.001, 0.01, 0.04, 5.0)] == [16, 16, 10, 2, 2]
+    assert [prefill_room(0, 0, mean_s, roomy) for mean_s in (0.0, 0.001, 0.01, 0.04, 5.0)] == [2, 16, 10, 2, 2]
     assert [prefill_room(0, in_hand, 5.0, roomy) for in_hand in range(4)] == [2, 1, 0, 0]
+    assert [prompts_room(in_hand, 0.01) for in_hand in (0, 4, 20)] == [10, 6, 0]
     assert prefill_room(15, 0, 5.0, roomy) == 1
 
 
@@ -555,6 +578,31 @@ def test_the_time_from_a_computed_prompt_to_the_end_follows_from_how_many_are_th
         meter = measure(meter, seen, {}, float(second))
     assert meter.rates.rest_s == pytest.approx(3.0)
     assert meter.rates.rest_s_per_token == pytest.approx(3.0 / 50)
+
+
+def test_a_long_time_between_two_readings_is_not_taken_for_a_long_request() -> None:
+    one = replace(_reading(1, 0), requests={State.FETCHED: 1})
+    meter = measure(Meter(), one, {}, 0.0)
+    meter = measure(meter, _reading(1, 1), {}, 0.2)
+    assert meter.rates.rest_s == pytest.approx(0.1)
+    meter = measure(meter, replace(_reading(2, 1), requests={State.FETCHED: 1}), {}, 300.0)
+    meter = measure(meter, _reading(2, 2), {}, 600.0)
+    assert meter.rates.rest_s == pytest.approx(0.1)
+
+
+def test_what_held_requests_up_is_soon_forgotten_once_nobody_is_left_of_them() -> None:
+    meter = Meter()
+    for second in range(30):
+        meter = measure(meter, replace(_reading(100, 0), requests={State.READY: 100}), {}, float(second))
+    meter = measure(meter, _reading(100, 100), {}, 30.0)
+    assert meter.rates.rest_s is not None
+    assert meter.rates.rest_s > 20
+    for number in range(1, 4):
+        began_s = 30.0 + number
+        during = replace(_reading(100 + number, 99 + number), requests={State.FETCHED: 1})
+        meter = measure(meter, during, {}, began_s)
+        meter = measure(meter, _reading(100 + number, 100 + number), {}, began_s + 0.1)
+    assert meter.rates.rest_s < 4
 
 
 def test_nothing_is_known_after_one_reading() -> None:

@@ -31,6 +31,7 @@ def test_time_with_at_least_one_prompt_counts_once_and_time_with_none_does_not()
     clock.now_s += 1
     second.__exit__(None, None, None)
     assert busy.seconds == 10
+    assert busy.mean_s == 10 / 4
 
 
 def test_what_is_computed_now_counts_until_now() -> None:
