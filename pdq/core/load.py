@@ -15,6 +15,8 @@ from pdq.core.messages import Priority
 
 RATE_HALF_LIFE_S = 30.0
 """How fast what was measured fades: long enough to smooth single long prompts, short enough to follow a rising load."""
+WATCHED_S = 1.0
+"""In a longer time between two readings requests may have come, stood, and gone unseen: how long they took is unknown."""
 
 
 class Count(Struct, frozen=True):
@@ -124,8 +126,6 @@ class _Sums(Struct, frozen=True):
     arrived: float = 0.0
     ended: float = 0.0
     freed: float = 0.0
-    output: float = 0.0
-    """Tokens that those which ended might have produced."""
     computed: float = 0.0
     busy_s: float = 0.0
     drained: float = 0.0
@@ -133,6 +133,9 @@ class _Sums(Struct, frozen=True):
     """Worker-seconds in which prompts waited, and what decode took over in them."""
     rest_s: float = 0.0
     """Request-seconds from a computed prompt to an end."""
+    rested: float = 0.0
+    output: float = 0.0
+    """Those which ended meanwhile, and the tokens that they might have produced."""
 
 
 class Meter(Struct, frozen=True):
@@ -161,17 +164,20 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
     all_busy = min(_before_ready(was), _before_ready(load)) > 2 * len(prefill)  # each has one to compute, and the next
     waited_s = elapsed * len(prefill) if all_busy else 0.0
     drained = load.accepted.prompt_tokens - was.accepted.prompt_tokens - _before_decode(load) + _before_decode(was)
+    ended = max(0, load.ended.requests - was.ended.requests)
+    watched = elapsed <= WATCHED_S
     sums = _Sums(
         seconds=sums.seconds * fade + elapsed,
         arrived=sums.arrived * fade + max(0, load.accepted.prompt_tokens - was.accepted.prompt_tokens),
-        ended=sums.ended * fade + max(0, load.ended.requests - was.ended.requests),
+        ended=sums.ended * fade + ended,
         freed=sums.freed * fade + freed,
-        output=sums.output * fade + max(0, freed - load.ended.prompt_tokens + was.ended.prompt_tokens),
         computed=sums.computed * fade + sum(new.tokens - old.tokens for old, new in pairs),
         busy_s=sums.busy_s * fade + sum(new.busy_s - old.busy_s for old, new in pairs),
         drained=sums.drained * fade + (max(0, drained) if waited_s else 0),
         waited_s=sums.waited_s * fade + waited_s,
-        rest_s=sums.rest_s * fade + elapsed * (_after_prefill(load) + _after_prefill(was)) / 2,
+        rest_s=sums.rest_s * fade + watched * elapsed * (_after_prefill(load) + _after_prefill(was)) / 2,
+        rested=sums.rested * fade + watched * ended,
+        output=sums.output * fade + watched * max(0, freed - load.ended.prompt_tokens + was.ended.prompt_tokens),
     )
     # When nobody has computed for long, the last speed still is the best guess.
     known = sums.busy_s > 0.01 and sums.computed > 0
@@ -182,9 +188,13 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
         freed_tokens_per_s=sums.freed / sums.seconds,
         # Prompts leave one by one: a moment of waiting proves nothing.
         drained_tokens_per_s=sums.drained / sums.waited_s if sums.drained and sums.waited_s > 0.25 else None,
-        rest_s=sums.rest_s / sums.ended if sums.ended >= 0.5 else meter.rates.rest_s,
+        rest_s=sums.rest_s / sums.rested if sums.rested >= 0.5 else meter.rates.rest_s,
         rest_s_per_token=sums.rest_s / sums.output if sums.output >= 0.5 else meter.rates.rest_s_per_token,
     )
+    if not any(load.requests.values()):
+        # Whatever held them up may be over: together they weigh as one, and whoever comes next shows it.
+        one = max(1.0, sums.rested)
+        sums = replace(sums, rest_s=sums.rest_s / one, rested=sums.rested / one, output=sums.output / one)
     return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
 
 
