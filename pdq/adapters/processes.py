@@ -114,26 +114,37 @@ class Server:
     child: Child
     port: int
 
-    async def start(self, timeout_s: float = 15.0) -> "Server":
-        """Start (again, on the same port and data) and wait until it accepts connections.
+    async def start(self, timeout_s: float = 60.0) -> "Server":
+        """Start (again, on the same port and data) and wait until it serves: Valkey accepts connections before it has read
+        its data.
 
         Raises:
             Unavailable: it exited or did not answer in time; the message carries the end of its log.
         """
         self.child.start()
-        give_up = asyncio.get_running_loop().time() + timeout_s
-        while True:
-            if self.child.returncode is not None:
-                raise Unavailable(f"embedded {self.name} exited with {self.child.returncode}:\n{self.child.log_tail()}")
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.close()
-                return self
-            except OSError:
-                if asyncio.get_running_loop().time() > give_up:
-                    await self.child.stop(1.0)
-                    raise Unavailable(f"embedded {self.name} did not answer in {timeout_s:.0f} s") from None
-                await asyncio.sleep(0.02)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._serves():
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            await self.child.stop(1.0)
+            raise Unavailable(f"embedded {self.name} did not answer in {timeout_s:.0f} s") from None
+        return self
+
+    async def _serves(self) -> bool:
+        if self.child.returncode is not None:
+            raise Unavailable(f"embedded {self.name} exited with {self.child.returncode}:\n{self.child.log_tail()}")
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        try:
+            writer.write(b"PING\r\n")  # both understand it; NATS greets without being asked
+            return not (await reader.readline()).startswith(b"-LOADING")
+        except ConnectionError:  # hung up on, for want of TLS: it serves
+            return True
+        finally:
+            writer.close()
 
     async def stop(self) -> None:
         await self.child.stop()

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import redis.asyncio
+
 from pdq.adapters.processes import Child, Server, valkey_server
 
 
@@ -19,6 +21,19 @@ async def test_a_server_restarts_on_the_same_port(tmp_path: Path) -> None:
     assert server.child.returncode is None
     await server.stop()
     assert server.child.returncode is not None
+
+
+async def test_a_valkey_server_that_started_has_read_its_data(tmp_path: Path) -> None:
+    server = await valkey_server(tmp_path).start()
+    client = redis.asyncio.Redis.from_url(server.url)
+    await client.eval("for i = 1, 5000 do redis.call('SET', i, i) end", 0)
+    await client.aclose()
+    await server.stop()
+    server.child.argv += ["--key-load-delay", "100"]  # microseconds
+    await server.start()
+    assert await client.dbsize() == 5000
+    await client.aclose()
+    await server.stop()
 
 
 async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
