@@ -602,6 +602,7 @@ def test_what_held_requests_up_is_soon_forgotten_once_nobody_is_left_of_them() -
         during = replace(_reading(100 + number, 99 + number), requests={State.FETCHED: 1})
         meter = measure(meter, during, {}, began_s)
         meter = measure(meter, _reading(100 + number, 100 + number), {}, began_s + 0.1)
+    assert meter.rates.rest_s is not None
     assert meter.rates.rest_s < 4
 
 
