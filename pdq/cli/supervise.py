@@ -34,8 +34,8 @@ RESTART_WINDOW_S: Final = 30.0
 BOARD_POLL_S: Final = 1.0
 """How often the board is asked whether a worker that was sent away may come back."""
 STARTS: Final = 8
-"""Workers that one step starts, and the next one more: a size with a digit too many can be taken back before the machine
-is full of them."""
+"""Workers of a pool that may be starting at a time, after the first ones: a size with a digit too many can be taken back
+before the machine is full of them."""
 OVERDUE_S: Final = 5.0
 """A child that has not left this long after its own deadline is killed."""
 
@@ -153,9 +153,10 @@ class Workers:
 
     async def scale(self, pool: Pool, replicas: int, leaving_first: Sequence[str]) -> None:
         staying = [it for it in self._staying() if it.pool is pool]
-        for _ in range(min(replicas - len(staying), STARTS)):
-            self._add(pool)
         places = {worker: place for place, worker in enumerate(leaving_first)}
+        starting = sum(it.worker not in places for it in staying)
+        for _ in range(min(replicas - len(staying), STARTS - starting)):
+            self._add(pool)
         staying.sort(key=lambda it: places.get(it.worker, -1))  # who is not registered yet holds nothing
         for it in staying[: max(0, len(staying) - replicas)]:
             log.info("%s is told to leave", it.worker)
