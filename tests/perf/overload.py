@@ -21,9 +21,10 @@ from tests.e2e.audits import assert_clean
 from tests.e2e.crowd import Answer, Ask, Crowd, quantile
 from tests.e2e.stack import SHORT_LEASES, Stack, running
 
-SLOW_PREFILL: Final = {**SHORT_LEASES, "PDQ_SIM_PREFILL_MS_PER_TOKEN": "2", "PDQ_SIM_STEP_MS": "10"}
+PROMISED: Final = {**SHORT_LEASES, "PDQ_ADMISSION_INTERACTIVE_WAIT_S": "0.5"}
+SLOW_PREFILL: Final = {**PROMISED, "PDQ_SIM_PREFILL_MS_PER_TOKEN": "2", "PDQ_SIM_STEP_MS": "10"}
 """A prompt of 50 tokens takes 0.1 s: ten requests a second, and 64 could decode at a time."""
-SLOW_DECODE: Final = {**SHORT_LEASES, "PDQ_SIM_STEP_MS": "50", "PDQ_ENGINE_MAX_RUNNING": "4"}
+SLOW_DECODE: Final = {**PROMISED, "PDQ_SIM_STEP_MS": "50", "PDQ_ENGINE_MAX_RUNNING": "4"}
 """Eight tokens take 0.4 s, four requests at a time: ten requests a second."""
 CAPACITY: Final = 10.0
 TIMEOUT_S: Final = 10.0
