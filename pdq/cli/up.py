@@ -1,6 +1,7 @@
 """``pdq up``: everything on this machine, until Ctrl-C."""
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pdq.cli import models
 from pdq.cli.find import DEFAULT_STATE_DIR
 from pdq.cli.programs import EngineOption, ModelOption
 from pdq.cli.stack import Mode, Plan, Stack
+from pdq.core.environment import load
 from pdq.core.errors import InvalidSettings
 
 QUIET_S: Final = 2.0
@@ -69,7 +71,7 @@ def up(
                     return
                 waiting.done()
                 print(f"pdq is ready: {stack.url}/v1  (model {plan.model.name}, Ctrl-C stops)", flush=True)
-                print(curl(stack.url, plan.model.name), flush=True)
+                print(curl(stack.url, plan.model.name, with_key=bool(load(os.environ).bridge.api_keys)), flush=True)
                 await lifecycle.until(lifecycle.draining, stack.supervise())
 
     raise typer.Exit(runtime.run("up", run))
@@ -108,10 +110,11 @@ def make_plan(
     )
 
 
-def curl(url: str, model: str) -> str:
-    """A command line that works when it is pasted."""
+def curl(url: str, model: str, with_key: bool = False) -> str:
+    """A command line that works when it is pasted; an API key is left to be put in."""
+    key = "-H 'authorization: Bearer KEY' " if with_key else ""
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What is a queue?"}}]}}'
-    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    return f"curl -N {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"
 
 
 class Waiting:
