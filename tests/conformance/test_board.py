@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from pdq.adapters.memory import MemoryBoard
+from pdq.adapters.processes import Server
 from pdq.adapters.redis import RedisBoard, connect
+from pdq.core import names
+from pdq.core.errors import Unavailable
 from pdq.core.load import Rates
 from pdq.core.pacing import Cause
 from pdq.core.settings import RedisSettings
@@ -174,3 +177,15 @@ async def test_a_report_that_nobody_renews_is_gone(scene: Scene, model: str) -> 
         return await scene.board.last_report(model) is None
 
     await scene.until(gone)
+
+
+async def test_a_size_that_was_mistyped_by_hand_is_named_and_can_be_replaced(valkey: Server) -> None:
+    client = await connect(RedisSettings(url=valkey.url))
+    board = RedisBoard(client)
+    await client.hset(names.board_key("by-hand", "fixed"), "prefill", "three")
+    with pytest.raises(Unavailable, match="three"):
+        await board.fixed("by-hand")
+    await board.fix("by-hand", Pool.PREFILL, 3)
+    assert await board.fixed("by-hand") == {Pool.PREFILL: 3}
+    await board.close()
+    await client.aclose()

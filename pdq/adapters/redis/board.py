@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from pdq.adapters.redis.link import Link, Script, client_for, source
 from pdq.core import names
+from pdq.core.errors import Unavailable
 from pdq.core.settings import RedisSettings
 from pdq.ports import Pool, ScalingReport
 
@@ -36,8 +37,12 @@ class RedisBoard:
             await self._link.call("HSET", key, pool.value, replicas)
 
     async def fixed(self, model: str) -> Mapping[Pool, int]:
-        flat = await self._link.call("HGETALL", names.board_key(model, "fixed"))
-        return {Pool(name.decode()): int(size) for name, size in zip(flat[::2], flat[1::2], strict=True)}
+        key = names.board_key(model, "fixed")
+        flat = await self._link.call("HGETALL", key)
+        try:
+            return {Pool(name.decode()): int(size) for name, size in zip(flat[::2], flat[1::2], strict=True)}
+        except ValueError as error:  # written by hand; whoever decides leaves the pools as they are
+            raise Unavailable(f"{key} holds no pool's size ({error}): set or release it with `pdq scale`") from error
 
     async def send_away(self, model: str, worker: str) -> None:
         await self._link.call("SADD", names.board_key(model, "away"), worker)
