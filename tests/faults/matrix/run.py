@@ -13,7 +13,7 @@ from pdq.core.lease import RecordKey
 from pdq.ports import NewRecord
 from tests.e2e.audits import until_clean
 from tests.faults.matrix.cells import Cell
-from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, Plant, until
+from tests.faults.matrix.plant import DECODE, LEASE_S, MODEL, PREFILL, REAPER_S, Plant, until
 from tests.faults.matrix.proxy import Network
 from tests.faults.matrix.traffic import RAW, VOLLEY, Asked, Outcome, Producer, Tap, faults_of, over_http
 
@@ -25,7 +25,9 @@ LAG_S: Final = 0.04
 SLOW_S: Final = 3.0
 VOLLEYS: Final = 8
 TIMEOUT_MS: Final = 45_000
-SETTLE_S: Final = 30.0
+SETTLE_S: Final = LEASE_S + REAPER_S + 5.0
+"""A lease and a reaper period are what is promised; the rest is for looking (twice, where something is found) on a machine whose
+cores are busy."""
 
 Texts = Mapping[Asked, str]
 
