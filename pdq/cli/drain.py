@@ -116,6 +116,8 @@ def _said(outcome: Drained, staying: Sequence[Seen], wait: bool) -> str:
     if staying:
         return f"still there: {'; '.join(map(str, staying))}"
     workers = ", ".join(seen.worker for seen in outcome.workers)
+    if not workers:
+        return "nothing to drain: it has left already; `pdq undrain` takes it back"
     return f"{'drained' if wait else 'draining'}: {workers}; `pdq undrain` takes it back"
 
 

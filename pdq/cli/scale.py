@@ -15,7 +15,7 @@ from msgspec import Struct
 from pdq.cli import kubernetes
 from pdq.cli.find import DEFAULT_STATE_DIR, AsJson, OfModel, StateDir, System, served_model, talk
 from pdq.cli.human import Progress, console
-from pdq.core.errors import InvalidRequest
+from pdq.core.errors import InvalidRequest, UnknownModel
 from pdq.core.exits import OTHER, UNAVAILABLE
 from pdq.core.pacing import Cause
 from pdq.ports import Pool
@@ -145,6 +145,8 @@ async def _scale(system: System, named: str | None, wanted: Wanted, timeout_s: f
     model = await served_model(system, named)
     if not wanted:
         return _Outcome(await sizes(system, model), "")
+    if await system.registry.last(model) is None and await system.board.last_report(model) is None:
+        raise UnknownModel(f"no worker ever served a model {model!r}", field="model")
     for pool, size in wanted.items():
         await system.board.fix(model, pool, size)
     if (nobody := await _until_heard(system, model)) is not None:

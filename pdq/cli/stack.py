@@ -106,6 +106,7 @@ class Stack:
                 self._write_env()
                 async with connect(load(self._environ), "up") as system:
                     try:
+                        await self._tell_fixed(system)
                         self._start_parts(system)
                         yield self
                     except PdqError as error:
@@ -178,6 +179,11 @@ class Stack:
         draft.touch(mode=0o600)  # there may be passwords in it
         draft.write_text("".join(f"{variable}={self._environ[variable]}\n" for variable in wanted))
         draft.replace(file)
+
+    async def _tell_fixed(self, system: Connected) -> None:
+        """What was fixed for a system that has long gone is easily forgotten."""
+        for pool, size in (await system.board.fixed(self._model.name)).items():
+            log.warning("%s goes to %d workers: fixed earlier; `pdq scale %s=auto` releases it", pool, size, pool)
 
     def _start_parts(self, system: Connected) -> None:
         plan, settings = self._plan, load(self._environ)

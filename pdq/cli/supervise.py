@@ -208,7 +208,8 @@ class Workers:
         elif it.resting:
             self._launch(it, mint_worker_id(it.pool))
         elif (hopeless := it.ended(code)) is None:
-            log.warning("%s (%s) exited with %d, starting it again", it.child.name, it.worker, code)
+            level = logging.WARNING if code else logging.INFO  # 0: it was asked to leave
+            log.log(level, "%s (%s) exited with %d, starting it again", it.child.name, it.worker, code)
             self._launch(it, mint_worker_id(it.pool))
         elif not self._settled:
             raise hopeless

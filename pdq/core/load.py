@@ -151,14 +151,15 @@ class Meter(Struct, frozen=True):
 def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float) -> Meter:
     """The meter after one more reading of the ledger and of what each prefill worker has computed.
 
-    A worker or ledger that counts from the beginning again has restarted: what it counted in between is skipped.
+    A worker or ledger that counts from the beginning again has restarted: what it counted in between is skipped. A worker
+    counts a piece of work when it is done, and the time as it goes: its time counts when its tokens do.
     """
     if meter.load is None or now_s <= meter.at_s:
         return replace(meter, load=load, tallies=prefill, at_s=now_s)
     elapsed = now_s - meter.at_s
     fade = 0.5 ** (elapsed / RATE_HALF_LIFE_S)
     pairs = [(meter.tallies[name], tally) for name, tally in prefill.items() if name in meter.tallies]
-    pairs = [(old, new) for old, new in pairs if new.tokens >= old.tokens and new.busy_s >= old.busy_s]
+    pairs = [(old, new) for old, new in pairs if new.tokens > old.tokens and new.busy_s >= old.busy_s]
     was, sums = meter.load, meter.sums
     freed = max(0, load.ended.reserved_tokens - was.ended.reserved_tokens)
     all_busy = min(_before_ready(was), _before_ready(load)) > 2 * len(prefill)  # each has one to compute, and the next
@@ -195,7 +196,12 @@ def measure(meter: Meter, load: Load, prefill: Mapping[str, Tally], now_s: float
         # Whatever held them up may be over: together they weigh as one, and whoever comes next shows it.
         one = max(1.0, sums.rested)
         sums = replace(sums, rest_s=sums.rest_s / one, rested=sums.rested / one, output=sums.output / one)
-    return Meter(rates=rates, sums=sums, load=load, tallies=prefill, at_s=now_s)
+    tallies = {name: _at_last_progress(meter.tallies.get(name), tally) for name, tally in prefill.items()}
+    return Meter(rates=rates, sums=sums, load=load, tallies=tallies, at_s=now_s)
+
+
+def _at_last_progress(old: Tally | None, new: Tally) -> Tally:
+    return old if old is not None and new.tokens == old.tokens and new.busy_s >= old.busy_s else new
 
 
 def _before_ready(load: Load) -> int:

@@ -132,6 +132,7 @@ async def test_auto_releases_what_was_fixed_and_says_what_the_size_follows_then(
 async def test_where_nobody_carries_it_out_the_command_says_so_and_what_to_do(
     cli: Cli, system: Connected, model: str
 ) -> None:
+    await present(system, model, f"prefill-1-{model}")
     status, _, err = await cli.run("scale", "--model", model, "prefill=2")
     assert status == 3
     assert "nobody carries out" in err
@@ -140,6 +141,13 @@ async def test_where_nobody_carries_it_out_the_command_says_so_and_what_to_do(
     status, _, err = await cli.run("scale", "--model", model, "prefill=2")
     assert status == 3
     assert "only advises" in err
+
+
+async def test_a_model_that_nobody_ever_served_gets_no_size(cli: Cli, system: Connected, model: str) -> None:
+    status, _, err = await cli.run("scale", "--model", model, "prefill=2")
+    assert status == 2
+    assert model in err
+    assert not await system.board.fixed(model)
 
 
 async def test_of_several_models_one_must_be_named(cli: Cli, system: Connected, model: str) -> None:

@@ -443,7 +443,9 @@ def test_a_request_that_asks_for_less_is_admitted_wherever_a_larger_one_is(
 def test_interactive_is_admitted_wherever_batch_is_with_equal_caps_and_queues(
     seen: Load, capacity: Capacity, request: Request
 ) -> None:
-    limits = replace(LIMITS, batch_queued_tokens=10_000, batch_queued_requests=20)
+    limits = replace(
+        LIMITS, batch_queued_tokens=10_000, batch_queued_requests=20, batch_wait_s=LIMITS.interactive_wait_s
+    )
     both = replace(seen, queued={"interactive": seen.queued["batch"], "batch": seen.queued["batch"]})
     if isinstance(admit(both, capacity, limits, replace(request, priority="batch"), 0.0), Admitted):
         assert isinstance(admit(both, capacity, limits, replace(request, priority="interactive"), 0.0), Admitted)
@@ -545,6 +547,18 @@ def test_speed_is_remembered_when_nobody_computes_and_arrivals_are_not() -> None
         meter = measure(meter, _reading(10, 10), {"p1": Tally(1_000, 2.0)}, float(second))
     assert meter.rates.prefill_tokens_per_s == pytest.approx(500)
     assert meter.rates.arrived_tokens_per_s == pytest.approx(0, abs=0.01)
+
+
+def test_a_long_piece_of_work_is_no_slow_one_while_it_lasts() -> None:
+    """The time of a chunk passes before its tokens are counted."""
+    still = load()
+    meter = measure(Meter(), still, {"a": Tally(0, 0.0)}, 0.0)
+    meter = measure(meter, still, {"a": Tally(1_000, 1.0)}, 1.0)
+    for now_s in range(2, 6):
+        meter = measure(meter, still, {"a": Tally(1_000, float(now_s))}, float(now_s))
+        assert meter.rates.prefill_tokens_per_s == pytest.approx(1_000)
+    meter = measure(meter, still, {"a": Tally(6_000, 6.0)}, 6.0)
+    assert meter.rates.prefill_tokens_per_s == pytest.approx(1_000)
 
 
 def test_a_worker_that_counts_from_zero_again_is_not_a_negative_speed() -> None:

@@ -26,8 +26,7 @@ SLOW_S: Final = 3.0
 VOLLEYS: Final = 8
 TIMEOUT_MS: Final = 45_000
 SETTLE_S: Final = LEASE_S + REAPER_S + 5.0
-"""A lease and a reaper period are what is promised; the rest is for looking (twice, where something is found) on a machine whose
-cores are busy."""
+"""A lease and a reaper period are what is promised; the rest is for looking, twice where something is found."""
 
 Texts = Mapping[Asked, str]
 
