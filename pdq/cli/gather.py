@@ -98,6 +98,7 @@ def _record(record: Record) -> RecordSeen:
         source=record.source,
         sink=record.sink,
         kv_epochs=tuple(locator.epoch for locator in record.locators),
+        tier_epochs=tuple(locator.epoch for locator in record.locators if locator.outlives),
         retain=Retain(record.policy.retain),
     )
 

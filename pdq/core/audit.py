@@ -62,6 +62,8 @@ class RecordSeen(Struct, frozen=True):
     sink: Lease | None = None
     kv_epochs: tuple[int, ...] = ()
     """Attempts whose KV its locators lead to."""
+    tier_epochs: tuple[int, ...] = ()
+    """Of these, the attempts whose KV lies in a tier: until the request has ended, another sink can go on from there."""
     retain: Retain = Retain.FETCHED
 
     @property
@@ -75,7 +77,8 @@ class RecordSeen(Struct, frozen=True):
             return False
         if self.source is not None and self.source.epoch == epoch:
             return True
-        return epoch in self.kv_epochs and (self.state is not State.FETCHED or self.retain is not Retain.FETCHED)
+        retained = self.state is not State.FETCHED or self.retain is not Retain.FETCHED
+        return epoch in self.tier_epochs or (epoch in self.kv_epochs and retained)
 
 
 class JobSeen(Struct, frozen=True):

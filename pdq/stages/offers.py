@@ -19,7 +19,7 @@ from pdq import failpoints
 from pdq.core.errors import InvalidSettings, LedgerRefusal, PdqError
 from pdq.core.layout import chunk_hash
 from pdq.core.lease import Hold
-from pdq.core.messages import Holding
+from pdq.core.messages import Holding, OfferedHandoff
 from pdq.core.settings import TransportSettings
 from pdq.ports import Buffer, ChunkPlan, HandoffLedger, HandoffRef, KvTransport, Locator, PrefillRun
 from pdq.stages.account import elapsed_ms
@@ -136,6 +136,11 @@ class Offers:
         self.end(held.ref.key.request_id)
         self._held[held.ref.key.request_id] = held
         self._keepalive.hold(held.hold, self._on_lost)
+
+    def offered(self, transport: KvTransport) -> list[OfferedHandoff]:
+        """What ``transport`` serves of this worker's KV; a copy in a tier, which is left there on purpose, not."""
+        left = {ref for ref, tiers, _ in self._in_tiers.values() if transport in tiers}
+        return [OfferedHandoff(ref.key.request_id, ref.epoch) for ref in transport.holding() if ref not in left]
 
     def oldest(self) -> list[Held]:
         """What is held, in the order in which it came."""

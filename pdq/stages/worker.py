@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdq.core import admission, errors, names
-from pdq.core.messages import AccountAnswer, Cancel, Control, Drain, OfferedHandoff, Release, Resend, Undrain
+from pdq.core.messages import AccountAnswer, Cancel, Control, Drain, Release, Resend, Undrain
 from pdq.core.settings import Settings
 from pdq.ports import (
     HandoffLedger,
@@ -131,7 +131,7 @@ class Worker:
             free_blocks=engine.free_blocks,
             quarantined_blocks=engine.quarantined_blocks,
             offers={
-                name: tuple(OfferedHandoff(ref.key.request_id, ref.epoch) for ref in transport.holding())
+                name: tuple(self._offers.offered(transport)) if self._offers is not None else ()
                 for name, transport in self._parts.transports.items()
             },
             jobs=tuple(job for consumer in self._consumers for job in consumer.in_hand()),

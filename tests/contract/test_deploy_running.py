@@ -103,7 +103,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
     alerts = [rule for rules in GROUPS.values() for rule in rules]
     assert len({rule["alert"] for rule in alerts}) == len(alerts)
     for rule in alerts:
-        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}
 
 

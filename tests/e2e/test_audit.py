@@ -109,6 +109,21 @@ async def test_20_audits_under_steady_load_find_nothing(stack: Stack) -> None:
     assert not seen, told(seen)
 
 
+async def test_a_long_answer_whose_prompt_lies_in_a_tier_is_no_trouble(stack: Stack) -> None:
+    body = {"model": "sim", "prompt": "x" * 500, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", f"{stack.url}/v1/completions", json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        while any(record.state != "fetched" for record in stack.live()):
+            await anext(lines)
+        findings = await asyncio.to_thread(findings_of, stack)
+        assert stack.live(), "it has ended before it was looked at"
+        assert not findings, told(findings)
+    await asyncio.to_thread(assert_clean, stack)
+
+
 # --- What was done to it by hand --------------------------------------------------------------------------------------
 
 
