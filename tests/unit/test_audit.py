@@ -101,6 +101,9 @@ FINE = {
     ),
     "a segment whose process lives": view(READY, objects=(KvObject("shm", "pdq-kv-1", 4096, alive=True),)),
     "a tier copy that is kept to the end": view(replace(FETCHED, retain=Retain.DONE), workers=(account("p"), D)),
+    "a copy in a tier, from which another sink could go on": view(
+        replace(FETCHED, tier_epochs=(1,)), workers=(account("p"), D)
+    ),
     "a source that let go of a retained copy before its lease ended": view(
         replace(READY, state=State.FETCHED, retain=Retain.FIRST_TOKEN), workers=(account("p"), D)
     ),
