@@ -1,7 +1,6 @@
 """All commands under one program, and the one place where an error becomes a line on stderr and an exit status."""
 
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -40,6 +39,8 @@ app = typer.Typer(
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"pdq {version('pdq')}")
         raise typer.Exit
 

@@ -4,7 +4,7 @@ import http.client
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import typer
 
 from pdq.cli.programs import EngineOption, ModelOption
-from pdq.cli.stack import Stack
 from pdq.cli.up import Waiting, make_plan
 from pdq.core import names
 
@@ -29,6 +28,7 @@ def demo(
     import asyncio
 
     from pdq import runtime
+    from pdq.cli.stack import Stack
 
     async def run(lifecycle: runtime.Lifecycle) -> None:
         with tempfile.TemporaryDirectory(prefix="pdq-demo-") as directory, Waiting() as waiting:
@@ -43,7 +43,7 @@ def demo(
                 print(f"> {question}\n", flush=True)
                 asking = asyncio.to_thread(_ask, stack.url, plan.model.name, question, max_tokens)
                 request_id = await asking
-                print(await _account(stack, request_id))
+                print(await _account(stack.environ, request_id))
                 print("\nstopping", flush=True)
 
     raise typer.Exit(runtime.run("demo", run))
@@ -79,12 +79,12 @@ def _texts(answer: http.client.HTTPResponse) -> Iterator[str]:
                 yield choice["delta"].get("content") or ""
 
 
-async def _account(stack: Stack, request_id: str) -> str:
+async def _account(environ: Mapping[str, str], request_id: str) -> str:
     from pdq.cli.trace import account, lines
     from pdq.connect import connect
     from pdq.core.environment import load
 
-    async with connect(load(stack.environ), "demo") as system:
+    async with connect(load(environ), "demo") as system:
         record = await system.ledger.find(request_id)
         assert record is not None
         return "\n".join(lines(account(record, await system.ledger.history(record.key))))

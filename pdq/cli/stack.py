@@ -17,10 +17,9 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -30,7 +29,8 @@ from pdq.autoscale.loop import Autoscaler
 from pdq.autoscale.metrics import Metrics
 from pdq.autoscale.policies import FollowLoad, FollowPlan
 from pdq.cli.find import ENV_FILE, WRITTEN
-from pdq.cli.models import Engine, Model, prepare
+from pdq.cli.models import prepare
+from pdq.cli.plan import Plan
 from pdq.cli.programs import bridge_command, worker_command
 from pdq.cli.supervise import OVERDUE_S, Part, Workers
 from pdq.connect import Connected, connect
@@ -46,23 +46,7 @@ CHECK_S: Final = 0.1
 HURRY_S: Final = 5.0
 """For a child to release what it holds, when nothing is waited for any more."""
 
-Mode = Literal["disaggregated", "aggregated", "auto"]
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to start."""
-
-    state_dir: Path
-    model: Model
-    engine: Engine
-    mode: Mode
-    prefill: int
-    decode: int
-    port: int
-    host: str = "127.0.0.1"
-    autoscale: bool = False
 
 
 class _NotReady(msgspec.Struct):

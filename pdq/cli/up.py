@@ -11,8 +11,8 @@ import typer
 
 from pdq.cli import models
 from pdq.cli.find import DEFAULT_STATE_DIR
+from pdq.cli.plan import Mode, Plan
 from pdq.cli.programs import EngineOption, ModelOption
-from pdq.cli.stack import Mode, Plan, Stack
 from pdq.core.environment import load
 from pdq.core.errors import InvalidSettings
 
@@ -59,6 +59,7 @@ def up(
     the numbers given here.
     """
     from pdq import runtime
+    from pdq.cli.stack import Stack
 
     plan = make_plan(port, prefill, decode, model, engine, mode, state_dir, autoscale)
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -196,6 +198,14 @@ async def test_a_model_that_nobody_can_prepare_is_status_2_and_says_which_are(cl
 async def test_the_version_is_told(tmp_path: Path) -> None:
     told = await finish(await Cli(tmp_path / ".pdq").start("--version"))
     assert told == (0, f"pdq {version('pdq')}\n", "")
+
+
+def test_what_talks_to_servers_is_not_loaded_before_a_command_needs_it() -> None:
+    """Every command is a process: what all of them load, each waits for."""
+    heavy = "{'nats', 'redis', 'aiohttp', 'torch', 'rich', 'kubernetes_asyncio'}"
+    program = f"import sys, pdq.cli.app; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
 
 
 async def test_a_misspelt_setting_is_status_2(cli: Cli) -> None:
