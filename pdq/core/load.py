@@ -65,6 +65,27 @@ class Load(Struct, frozen=True, dict=True):
         return {priority: total(self.queued.get(priority, {}).values()) for priority in classes}
 
 
+def reading(
+    states: Mapping[State, Count],
+    ended: Count,
+    *,
+    queued: Mapping[Priority, Mapping[str, Count]],
+    tenants: Mapping[str, Count],
+    whole: Mapping[str, Count],
+) -> Load:
+    """A ``Load`` from what a ledger counts; ``states`` are all that are live."""
+    return Load(
+        requests={state: count.requests for state, count in states.items()},
+        prompt_tokens={state: count.prompt_tokens for state, count in states.items()},
+        reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
+        queued=queued,
+        tenants=tenants,
+        whole=whole,
+        accepted=total((ended, *states.values())),
+        ended=ended,
+    )
+
+
 def entered(load: Load, priority: Priority, tenant: str, count: Count, *, whole: bool) -> Load:
     """The reading as it would be with ``count`` more accepted, and queued; ``whole``: not for prefill workers."""
     queued = load.queued.get(priority, {})

@@ -15,6 +15,7 @@ from pdq.core.load import Rates
 from pdq.core.pacing import Cause
 from pdq.core.settings import RedisSettings
 from pdq.ports import Board, Pool, PoolReport, ScalingReport
+from tests.conformance.conftest import Time
 
 LONG = 60_000
 SHORT = 100
@@ -27,28 +28,14 @@ class Scene:
     """Lets time pass until the condition holds."""
 
 
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
 @pytest.fixture
-async def scene(url: str | None) -> AsyncIterator[Scene]:
-    now = 1_700_000_000_000
-
-    async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-        nonlocal now
-        async with asyncio.timeout(10):
-            while not await condition():
-                now += 10
-                await asyncio.sleep(0.005 if url else 0)
-
+async def scene(url: str | None, time: Time) -> AsyncIterator[Scene]:
     if url is None:
-        yield Scene(MemoryBoard(clock=lambda: now), until)
+        yield Scene(MemoryBoard(clock=time.clock), time.until)
         return
     client = await connect(RedisSettings(url=url))
     board = RedisBoard(client)
-    yield Scene(board, until)
+    yield Scene(board, time.until)
     await board.close()
     await client.aclose()
 

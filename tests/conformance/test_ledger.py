@@ -1,7 +1,6 @@
 """What every ledger promises about states, authors, leases and the deadline, over memory and a real Valkey."""
 
 import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,22 +18,8 @@ from tests.conformance.ledgers import (
     World,
     bring,
     cause,
-    memory_world,
     proof,
-    redis_world,
 )
-
-
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
-@pytest.fixture
-async def world(url: str | None, model: str) -> AsyncIterator[World]:
-    async with redis_world(url, model) if url else memory_world(model) as made:
-        yield made
-
 
 # --- The table --------------------------------------------------------------------------------------------------------
 

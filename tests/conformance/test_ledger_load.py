@@ -1,7 +1,6 @@
 """What every ledger counts, over memory and a real Valkey: by class, by tenant, and since the beginning."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Final
 
 import pytest
@@ -13,24 +12,13 @@ from pdq.core.handoff import Event, Side, State
 from pdq.core.load import Count, total
 from pdq.core.messages import Policy
 from pdq.ports import Changes, Load, NewRecord
-from tests.conformance.ledgers import LONG, SOON, World, bring, memory_world, redis_world
+from tests.conformance.ledgers import LONG, SOON, World, bring, redis_world
 
 ONE: Final = Count(1, 10, 15)
 TWO: Final = Count(2, 20, 30)
 THREE: Final = Count(3, 30, 45)
 AWKWARD: Final = ("", ":", "a:b", "interactive:a", "tenant:", "ended", "\u00fc\u6f22 \n\t*{}", "x" * 256)
 """Names of tenants, which are any text."""
-
-
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
-@pytest.fixture
-async def world(url: str | None, model: str) -> AsyncIterator[World]:
-    async with redis_world(url, model) if url else memory_world(model) as made:
-        yield made
 
 
 async def test_a_model_without_requests_has_nothing_to_count(world: World) -> None:

@@ -13,11 +13,6 @@ from tests.conformance.ledgers import LONG, SHORT, SOON, World, memory_world, re
 LEASE: Final = LeaseSettings(ttl_ms=SOON)
 
 
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
 @pytest.fixture
 async def world(url: str | None, model: str) -> AsyncIterator[World]:
     async with redis_world(url, model, LEASE) if url else memory_world(model, LEASE) as made:

@@ -1,7 +1,6 @@
 """What every ledger promises about fields, renewal, the reaper's list, questions, and many callers at once."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -20,21 +19,8 @@ from tests.conformance.ledgers import (
     SOON,
     World,
     bring,
-    memory_world,
     redis_world,
 )
-
-
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
-@pytest.fixture
-async def world(url: str | None, model: str) -> AsyncIterator[World]:
-    async with redis_world(url, model) if url else memory_world(model) as made:
-        yield made
-
 
 # --- Fields, renewal, release -----------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """What every worker registry promises, over the in-memory one and a real Valkey."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from pdq.core import names
 from pdq.core.layout import Fingerprint, KvLayout
 from pdq.core.settings import RedisSettings
 from pdq.ports import BackendContract, Occupancy, Pool, WorkerInfo, WorkerRegistry
+from tests.conformance.conftest import Time
 
 LONG = 60_000
 SHORT = 100
@@ -26,28 +26,14 @@ class Scene:
     """Lets time pass until the condition holds."""
 
 
-@pytest.fixture(params=["memory", "valkey"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    return None if request.param == "memory" else request.getfixturevalue("valkey").url
-
-
 @pytest.fixture
-async def scene(url: str | None) -> AsyncIterator[Scene]:
-    now = 1_700_000_000_000
-
-    async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-        nonlocal now
-        async with asyncio.timeout(10):
-            while not await condition():
-                now += 10
-                await asyncio.sleep(0.005 if url else 0)
-
+async def scene(url: str | None, time: Time) -> AsyncIterator[Scene]:
     if url is None:
-        yield Scene(MemoryRegistry(clock=lambda: now), until)
+        yield Scene(MemoryRegistry(clock=time.clock), time.until)
         return
     client = await connect(RedisSettings(url=url))
     registry = RedisRegistry(client)
-    yield Scene(registry, until)
+    yield Scene(registry, time.until)
     await registry.close()
     await client.aclose()
 

@@ -29,7 +29,7 @@ from pdq.core.handoff import (
 )
 from pdq.core.ids import mint_secret
 from pdq.core.lease import Hold, Lease, RecordKey
-from pdq.core.load import Count, total
+from pdq.core.load import Count, reading, total
 from pdq.core.messages import Priority
 from pdq.core.refusals import refusal
 from pdq.core.settings import LeaseSettings
@@ -263,17 +263,7 @@ class MemoryLedger:
                 _add(queued.setdefault(record.priority, {}), record.tenant, record)
             if record.mode == "aggregated" and record.state in (State.QUEUED, State.PREFILLING):
                 _add(whole, record.priority if record.state is State.QUEUED else record.state.value, record)
-        ended = self._totals[model]
-        return Load(
-            requests={state: count.requests for state, count in states.items()},
-            prompt_tokens={state: count.prompt_tokens for state, count in states.items()},
-            reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
-            queued=queued,
-            tenants=tenants,
-            whole=whole,
-            accepted=total((ended, *states.values())),
-            ended=ended,
-        )
+        return reading(states, self._totals[model], queued=queued, tenants=tenants, whole=whole)
 
     async def books(self, model: str, *, mend: bool = False) -> Books:
         return Books()  # nothing is kept beside the records

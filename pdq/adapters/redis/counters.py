@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from pdq.core.handoff import LIVE, State
-from pdq.core.load import Count, Load, total
+from pdq.core.load import Count, Load, reading, total
 from pdq.core.messages import Priority
 
 _NOTHING: Final = Count()
@@ -40,16 +40,7 @@ def load(flat: Sequence[bytes]) -> Load:
         elif kind in states:
             states[State(kind)] = count
     states[State.QUEUED] = total(count for of_class in queued.values() for count in of_class.values())
-    return Load(
-        requests={state: count.requests for state, count in states.items()},
-        prompt_tokens={state: count.prompt_tokens for state, count in states.items()},
-        reserved_tokens={state: count.reserved_tokens for state, count in states.items()},
-        queued=queued,
-        tenants=tenants,
-        whole=whole,
-        accepted=total((ended, *states.values())),
-        ended=ended,
-    )
+    return reading(states, ended, queued=queued, tenants=tenants, whole=whole)
 
 
 def figures(flat: Sequence[bytes]) -> dict[str, int]:
