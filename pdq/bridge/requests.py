@@ -20,7 +20,7 @@ from pdq.core.lease import RecordKey
 from pdq.core.messages import Cancel, End, Failure, OutputAnswer, Resend, TokenEntry, TokenFrame
 from pdq.core.stream import Assembler
 from pdq.ports import Changes, HandoffLedger, Record, Subscription, TokenBus
-from pdq.stages.endings import recorded_end
+from pdq.stages.endings import ended_by, recorded_end
 
 log = logging.getLogger(__name__)
 
@@ -266,8 +266,7 @@ class InFlight:
         if record is not None and record.state is State.DONE and stream.asked_for_end < _tries(stream, record):
             # It went well, and only its last frames are lost or late: the worker that ended it still has them.
             stream.asked_for_end += 1
-            log_entries = await self._ledger.history(stream.key)
-            stream.worker = log_entries[-1].worker if log_entries else stream.worker
+            stream.worker = await ended_by(self._ledger, stream.key) or stream.worker
             if stream.worker and not stream.ended:
                 self._resend(stream, stream.assembler.next_seq)
             return

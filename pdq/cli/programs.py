@@ -77,7 +77,7 @@ def _model_arguments(model: Model) -> tuple[str, ...]:
 def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     """Run the reaper: it speaks for workers that died, and ends requests whose deadline has passed.
 
-    Several may run side by side; every expiry happens once.
+    It also tells producers on NATS what has become of their jobs. Several may run side by side; every expiry happens once.
     """
     from pdq import runtime
     from pdq.connect import connect
@@ -85,6 +85,7 @@ def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     from pdq.stages.endings import Endings
     from pdq.stages.outbox import Outbox
     from pdq.stages.reaper import NAME, Reaper
+    from pdq.stages.status import Status
 
     settings = load(environment(state_dir))
 
@@ -92,6 +93,8 @@ def reaper(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
         async with connect(settings, NAME) as system:
             endings = Endings(system.ledger, system.bus, Outbox(system.bus, NAME), NAME)
             work = Reaper(system.ledger, system.queue, system.bus, endings, settings.lease)
+            status = Status(system.ledger, system.queue, system.bus, system.registry, endings)
+            await system.bus.answer_status(status.answer)
             # It holds nothing that could be finished first.
             await lifecycle.until(lifecycle.draining, work.run())
 

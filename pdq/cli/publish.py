@@ -15,17 +15,23 @@ import typer
 
 from pdq.cli.find import DEFAULT_STATE_DIR, StateDir, System, talk
 from pdq.core import names
-from pdq.core.errors import DeadlineExceeded, InvalidRequest, LedgerRefusal, RequestCancelled, Unavailable
+from pdq.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    JobLost,
+    LedgerRefusal,
+    RequestCancelled,
+    Unavailable,
+)
 from pdq.core.handoff import Event
-from pdq.core.lease import RecordKey
 from pdq.core.messages import (
     Cancel,
     ChatMessage,
     End,
     OutputAnswer,
     PrefillJob,
-    Resend,
     Sampling,
+    StatusQuestion,
     TokenEntry,
     TokenFrame,
     decode,
@@ -33,8 +39,7 @@ from pdq.core.messages import (
 )
 from pdq.core.settings import Settings
 from pdq.core.stream import Assembler
-from pdq.ports import Changes, Queue, Record
-from pdq.stages.endings import recorded_end
+from pdq.ports import Changes, Queue
 
 GRACE_S: Final = 5.0
 """Past its timeout a request gets this long for its terminal event to arrive."""
@@ -49,13 +54,14 @@ class Request:
         self._silence_s = silence_s
         self._frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
         self._output = Assembler()
-        self._request_id = ""
+        self._sequence = 0
 
     async def entries(self) -> AsyncGenerator[TokenEntry, None]:
         """Publish; then every token once, in order, and the end.
 
         Raises:
             DeadlineExceeded: the request's timeout has passed and nobody said a word about its end.
+            JobLost: nobody knows of the job any more.
         """
         job, clock = self._job, asyncio.get_running_loop().time
         assert job.timeout_ms is not None
@@ -63,7 +69,7 @@ class Request:
         give_up = clock() + timeout_s + GRACE_S
         subscription = await self._system.bus.receive(job.reply_to, self._frames.put_nowait, self._answer)
         try:
-            await self._system.queue.publish(
+            self._sequence = await self._system.queue.publish(
                 Queue.PREFILL, job.model, encode(job), priority=job.priority, ttl_s=timeout_s
             )
             while not self._output.ended:
@@ -76,7 +82,7 @@ class Request:
 
     async def cancel(self) -> bool:
         """Cancel the request; False if there is nothing to cancel: it has ended, or no worker has taken it yet."""
-        record = await self._record()
+        record = await self._system.ledger.of_job(self._job.model, names.place(Queue.PREFILL.stream, self._sequence))
         if record is None:
             return False
         changes = Changes(ended_code=RequestCancelled.code, ended_message="cancelled by its requester")
@@ -91,32 +97,24 @@ class Request:
         return OutputAnswer(request_id, wanted=True, tokens=tuple(self._output.tokens))
 
     async def _arrivals(self) -> list[TokenEntry]:
-        """What the next frame adds. After a silence: what the record says, if it has ended."""
+        """What the next frame adds. After a silence, or before a gap, pdq is asked for what is missing."""
         try:
             frame = await asyncio.wait_for(self._frames.get(), self._silence_s)
         except TimeoutError:
-            record = await self._record()
-            if record is None or not record.state.terminal:
-                return []
-            self._output.ended = True
-            at = self._output.next_seq
-            return [TokenEntry(record.key.request_id, at, end=recorded_end(record, at))]
-        fresh: list[TokenEntry] = []
-        for entry in frame.entries:
-            self._request_id = self._request_id or entry.request_id
-            fresh += self._output.accept(entry)
-        missing = self._output.ask_again(asyncio.get_running_loop().time())
-        if missing is not None:
-            resend = Resend(self._request_id, missing, self._job.reply_to)
-            await self._system.bus.control(names.worker_subject(frame.worker), resend)
+            await self._ask(self._silence_s)
+            return []
+        fresh = [part for entry in frame.entries for part in self._output.accept(entry)]
+        if self._output.ask_again(asyncio.get_running_loop().time()) is not None:
+            await self._ask(self._silence_s)
         return fresh
 
-    async def _record(self) -> Record | None:
-        """The request's record. Its id is known from the first entry on; before that, only this request replies here."""
-        if self._request_id:
-            return await self._system.ledger.read(RecordKey(self._job.model, self._request_id))
-        live = await self._system.ledger.live(self._job.model)
-        return next((record for record in live if record.reply_to == self._job.reply_to), None)
+    async def _ask(self, timeout_s: float) -> None:
+        """What is missing is sent again as a frame like any other."""
+        job = self._job
+        question = StatusQuestion(job.model, Queue.PREFILL.stream, self._sequence, job.reply_to, self._output.next_seq)
+        answer = await self._system.bus.ask_status(question, timeout_s)
+        if answer is not None and answer.state == "unknown" and self._frames.empty():
+            raise JobLost("the job was turned away, or its request has ended long ago; nobody knows more of it")
 
 
 async def served_model(system: System, wanted: str | None) -> str:

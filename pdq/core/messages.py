@@ -264,6 +264,30 @@ class OutputAnswer(Struct, frozen=True):
     tokens: tuple[TokenId, ...] = ()
 
 
+class StatusQuestion(Struct, frozen=True, tag="status_question"):
+    """To pdq, from a producer that hears nothing or misses something (NATS request): what has become of my job?
+
+    ``stream`` and ``sequence`` are those of the broker's acknowledgement, ``reply_to`` is the job's. What the producer
+    lacks, from token ``next_seq`` on and to the end, is sent to ``reply_to`` again, as far as it is there by now.
+    """
+
+    model: str
+    stream: str
+    sequence: Annotated[int, Meta(ge=1)]
+    reply_to: str
+    next_seq: Annotated[int, Meta(ge=0)] = 0
+
+
+class StatusAnswer(Struct, frozen=True, omit_defaults=True):
+    """``state`` is the request's, in the words of docs/states.md; or ``waiting``: no worker has taken the job yet; or
+    ``unknown``: there is no such job, or not any more. It was turned away, or it has ended long ago."""
+
+    state: Literal[
+        "unknown", "waiting", "queued", "prefilling", "ready", "fetched", "done", "failed", "cancelled", "expired"
+    ]
+    request_id: str = ""
+
+
 # --- A worker's own account -------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,11 @@ def dead_subject(queue: str, model: str) -> str:
     return f"pdq.dead.{queue}.{token(model)}"
 
 
+def place(stream: str, sequence: int) -> str:
+    """Where a job lies, as the broker's acknowledgement says it to whoever published the job."""
+    return f"{stream}:{sequence}"
+
+
 def consumer(model: str, priority: str = "interactive") -> str:
     """The durable pull consumer that all workers of one queue and model share, one per priority."""
     return f"workers-{priority}-{token(model)}"
@@ -79,10 +84,14 @@ def account_subject(worker: str) -> str:
     return f"{worker_subject(worker)}.account"
 
 
+STATUS_SUBJECT: Final = "pdq.status"
+"""Where a producer asks (NATS request) what has become of its job."""
+
+
 def publishable(subject: str) -> bool:
     """May frames be sent there? A requester names its own subject, never one of pdq's own or the broker's."""
     tokens = subject.split(".")
-    reserved = subject.startswith(("$", "pdq.jobs.", "pdq.control.", "pdq.dead."))
+    reserved = subject.startswith(("$", "pdq.jobs.", "pdq.control.", "pdq.dead.", STATUS_SUBJECT))
     return not reserved and all(part and not set(part) & set("*> \t\r\n") for part in tokens)
 
 
@@ -103,6 +112,11 @@ def record_key(model: str, request_id: str) -> str:
 def log_key(model: str, request_id: str) -> str:
     """List: one entry per applied transition, for ``pdq trace``."""
     return f"pdq:{{{model}}}:log:{request_id}"
+
+
+def job_key(model: str, job: str) -> str:
+    """String with TTL: the id of the request whose job lies, or lay, at ``job`` (see ``place``)."""
+    return f"pdq:{{{model}}}:job:{job}"
 
 
 def load_key(model: str) -> str:

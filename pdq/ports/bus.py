@@ -1,9 +1,9 @@
 """The bus: token frames to requesters, small messages to workers, questions to both."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from pdq.core.messages import AccountAnswer, Control, OutputAnswer, TokenFrame
+from pdq.core.messages import AccountAnswer, Control, OutputAnswer, StatusAnswer, StatusQuestion, TokenFrame
 
 
 class TokenBus(Protocol):
@@ -30,6 +30,12 @@ class TokenBus(Protocol):
 
     async def answer_account(self, worker: str, answer: Callable[[], AccountAnswer]) -> "Subscription":
         """Reply to ``AccountQuestion`` for ``worker``."""
+
+    async def ask_status(self, question: StatusQuestion, timeout_s: float) -> StatusAnswer | None:
+        """Ask what has become of a job; None when nobody answers in time."""
+
+    async def answer_status(self, answer: Callable[[StatusQuestion], Awaitable[StatusAnswer]]) -> "Subscription":
+        """Reply to ``StatusQuestion``. Of several who do, one is asked."""
 
     async def control(self, subject: str, message: Control) -> None: ...
 

@@ -40,6 +40,8 @@ class NewRecord(Struct, frozen=True):
     tenant: str = ""
     priority: Priority = "interactive"
     client_id: str = ""
+    job: str = ""
+    """Where the job lies (``names.place``) of a producer that does not know the request's id."""
 
 
 class Record(Struct, frozen=True):
@@ -163,6 +165,9 @@ class HandoffLedger(Protocol):
 
     async def find(self, request_id: str) -> Record | None:
         """By request id alone, over all models (several round trips; for operators)."""
+
+    async def of_job(self, model: str, job: str) -> Record | None:
+        """The request whose ``NewRecord.job`` was that (two round trips)."""
 
     async def history(self, key: RecordKey) -> Sequence[LogEntry]: ...
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec import Struct
 
@@ -17,6 +17,17 @@ class Queue(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     LOCAL = "local"
+
+    @property
+    def stream(self) -> str:
+        return _STREAMS[self]
+
+
+_STREAMS: Final = {
+    Queue.PREFILL: names.PREFILL_STREAM,
+    Queue.DECODE: names.DECODE_STREAM,
+    Queue.LOCAL: names.LOCAL_STREAM,
+}
 
 
 class Delivery(Protocol):
@@ -61,8 +72,8 @@ class JobQueue(Protocol):
         message_id: str | None = None,
         priority: Priority = "interactive",
         ttl_s: float | None = None,
-    ) -> None:
-        """Store a job durably; returns once the broker has it.
+    ) -> int:
+        """Store a job durably; returns its sequence once the broker has it.
 
         ``message_id`` makes a repeated publish within the broker's window a no-op. ``ttl_s`` bounds the wait in the queue.
 
@@ -96,6 +107,9 @@ class JobQueue(Protocol):
     async def stored(self, queue: Queue, model: str, limit: int) -> Sequence[StoredJob] | None:
         """All jobs that nobody has acknowledged, each priority's oldest first (for operators; one round trip each).
         None: they are more than ``limit``."""
+
+    async def find(self, queue: Queue, sequence: int) -> StoredJob | None:
+        """The job at that place, delivered or not; None: somebody is done with it, or there never was one."""
 
     async def dead(self, model: str) -> int:
         """How many dead letters there are."""

@@ -92,6 +92,7 @@ class Accept:
             tenant=job.tenant,
             priority=job.priority,
             client_id=job.client_id,
+            job=names.place(queue.stream, delivery.sequence),
         )
         # What is late already is let in, and expires: that says more than a refusal.
         await self._enter(delivery, record, left_ms / 1000 if left_ms > 0 else math.inf)

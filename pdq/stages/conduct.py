@@ -38,7 +38,7 @@ class Conductor:
     def __init__(self, parts: Parts, keepalive: Keepalive) -> None:
         self._parts = parts
         self._keepalive = keepalive
-        self._endings = Endings(parts.ledger, parts.bus, parts.outbox, parts.worker)
+        self.endings = Endings(parts.ledger, parts.bus, parts.outbox, parts.worker)
         self._working: dict[str, Work] = {}
         self.taken = 0
         """Leases acquired since the start."""
@@ -63,10 +63,10 @@ class Conductor:
         try:
             grant = await self._parts.ledger.acquire(key, event, self._parts.worker, lease.ttl_ms)
         except (errors.DeadlineExceeded, errors.AttemptsExhausted) as error:
-            await self._endings.unhappy(key, error)
+            await self.endings.unhappy(key, error)
             return
         except errors.RecordEnded:
-            await self._endings.repeat(key)
+            await self.endings.repeat(key)
             raise
         self.taken += 1
         with Work() as work:
@@ -93,11 +93,11 @@ class Conductor:
         except errors.PdqError as error:
             if error.retryable:
                 raise
-            await self._endings.unhappy(key, error)
+            await self.endings.unhappy(key, error)
         except Exception as error:
             # A defect of ours: the request must not hang for it, and the job is kept for whoever mends it.
             log.exception("unexpected error at request %s", key.request_id)
-            await self._endings.unhappy(key, errors.PdqError(f"{type(error).__name__}: {error}"))
+            await self.endings.unhappy(key, errors.PdqError(f"{type(error).__name__}: {error}"))
             raise
 
     async def _under(self, grant: Grant, attempt: Awaitable[None], give_back: GiveBack) -> None:

@@ -18,7 +18,7 @@ from pdq.core.errors import (
 )
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
-from pdq.core.messages import Cancel, End, Failure, TokenEntry, Usage
+from pdq.core.messages import Cancel, End, Failure, Resend, TokenEntry, Usage
 from pdq.ports import Changes, HandoffLedger, Record, TokenBus
 from pdq.stages.outbox import Outbox
 
@@ -74,7 +74,7 @@ class Endings:
         if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
             return True
         await self.tell_holders(key)
-        await self._emit(record, failed_end(record, error))
+        await self._emit(record, failed_end(record, error), record.emitted)
         return True
 
     async def repeat(self, key: RecordKey) -> None:
@@ -82,14 +82,34 @@ class Endings:
         has cancelled it knows."""
         record = await self._ledger.read(key)
         if record is not None and record.state.terminal and record.state is not State.CANCELLED:
-            await self._emit(record, recorded_end(record, record.emitted))
+            await self.again(record, record.emitted)
+
+    async def again(self, record: Record, delivered: int) -> None:
+        """Send the end of a terminal record to a requester that has ``delivered`` tokens."""
+        await self._emit(record, recorded_end(record, delivered), delivered)
+
+    async def resend(self, model: str, wanted: Resend) -> None:
+        """What this worker has sent from there on. If it knows nothing of that any more, and was the one that ended the
+        request: the end, as the record has it."""
+        if await self._outbox.resend(wanted):
+            return
+        key = RecordKey(model, wanted.request_id)
+        record = await self._ledger.read(key)
+        if record is not None and record.state.terminal and await ended_by(self._ledger, key) == self._worker:
+            await self.again(record, wanted.seq)
 
     async def tell_holders(self, key: RecordKey) -> None:
         await self._bus.control(names.CANCEL_SUBJECT, Cancel((key.request_id,)))
 
-    async def _emit(self, record: Record, end: End) -> None:
-        entry = TokenEntry(request_id=record.key.request_id, seq=record.emitted, end=end, client_id=record.client_id)
+    async def _emit(self, record: Record, end: End, seq: int) -> None:
+        entry = TokenEntry(request_id=record.key.request_id, seq=seq, end=end, client_id=record.client_id)
         await self._outbox.send(record.reply_to, (entry,))
+
+
+async def ended_by(ledger: HandoffLedger, key: RecordKey) -> str:
+    """Who caused a record's last event; nobody if its log is gone."""
+    history = await ledger.history(key)
+    return history[-1].worker if history else ""
 
 
 def failed_end(record: Record, error: PdqError) -> End:

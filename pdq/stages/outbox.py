@@ -1,14 +1,11 @@
 """What one worker sends to requesters, and its memory of it, so that a lost frame can be sent again."""
 
-import logging
 import time
 from collections.abc import Iterable
 
 from pdq.core.messages import Resend, TokenEntry, TokenFrame
 from pdq.core.stream import SentLog
 from pdq.ports import TokenBus
-
-log = logging.getLogger(__name__)
 
 
 class Outbox:
@@ -32,9 +29,9 @@ class Outbox:
             self.remember(entry)
         await self._bus.send(reply_to, TokenFrame(worker=self._worker, entries=kept))
 
-    async def resend(self, wanted: Resend) -> None:
+    async def resend(self, wanted: Resend) -> bool:
+        """False if nothing is known here from there on."""
         entry = self._sent.since(wanted.request_id, wanted.seq)
-        if entry is None:
-            log.info("asked for %s from token %d, which is not known here", wanted.request_id, wanted.seq)
-            return
-        await self._bus.send(wanted.reply_to, TokenFrame(worker=self._worker, entries=(entry,)))
+        if entry is not None:
+            await self._bus.send(wanted.reply_to, TokenFrame(worker=self._worker, entries=(entry,)))
+        return entry is not None

@@ -277,7 +277,7 @@ class Worker:
                 for request_id in request_ids:
                     self._offers.let_go(request_id)
             case Resend():
-                self._spawn(self._outbox.resend(message))
+                self._spawn(self._conductor.endings.resend(self._parts.model, message))
             case Drain(deadline_ms, spill) if lifecycle is not None:
                 self._hurry(spill)
                 lifecycle.drain(deadline_ms / 1000)

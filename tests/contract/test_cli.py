@@ -110,6 +110,8 @@ async def test_publish_asks_for_what_was_lost_and_says_what_it_has(cli: Cli, wor
     listening = await worker.system.bus.on_control(names.worker_subject(WORKER), asked.append)
     program = await cli.start("publish", "a", "--model", worker.model)
     job = await worker.take()
+    record = await worker.accept(REQUEST + "42", job.reply_to)
+    await worker.system.ledger.acquire(record.key, Event.BEGIN, WORKER, 60_000)
     await worker.say(job.reply_to, REQUEST + "42", 0, "a")
     await worker.say(job.reply_to, REQUEST + "42", 2, "c", end=End("done", "stop"))
 

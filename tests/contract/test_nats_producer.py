@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from pdq.adapters.processes import Server
-from pdq.core.messages import End, Failure, Usage
-from tests.contract.scripted import ScriptedWorker, scripted_worker
+from pdq.core import names
+from pdq.core.handoff import Event
+from pdq.core.messages import Control, End, Failure, Resend, Usage
+from pdq.ports import Changes
+from tests.contract.scripted import WORKER, ScriptedWorker, scripted_worker, until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "nats_producer.py"
 REQUEST = "0197c0de-0000-7000-8000-000000000001"
@@ -40,7 +43,7 @@ async def worker(nats: Server, valkey: Server, model: str) -> AsyncIterator[Scri
 
 def test_the_example_is_short_and_needs_only_nats_and_the_standard_library() -> None:
     text = SCRIPT.read_text()
-    assert len(text.splitlines()) <= 25
+    assert len(text.splitlines()) <= 40
     assert [line for line in text.splitlines() if "import" in line] == [
         "import asyncio, json, os, re, sys, nats  # noqa: E401, I001"
     ]
@@ -67,6 +70,45 @@ async def test_the_producer_tells_a_resuming_worker_what_has_arrived(worker: Scr
     assert (answer.wanted, answer.tokens) == (True, (0, 1))
     await worker.say(job.reply_to, REQUEST, 2, " wide", end=End("done", "length"))
     assert await producer == (0, " blue and wide\n", "")
+
+
+async def test_the_producer_asks_for_what_comes_after_a_gap(worker: ScriptedWorker, nats: Server) -> None:
+    asked: list[Control] = []
+    listening = await worker.system.bus.on_control(names.worker_subject(WORKER), asked.append)
+    producer = asyncio.create_task(run_producer(nats.url, worker.model, "The sea is"))
+    job = await worker.take()
+    record = await worker.accept(REQUEST, job.reply_to)
+    await worker.system.ledger.acquire(record.key, Event.BEGIN, WORKER, 60_000)
+    await worker.say(job.reply_to, REQUEST, 0, " blue")
+    await worker.say(job.reply_to, REQUEST, 2, " wide")
+
+    async def was_asked() -> bool:
+        return bool(asked)
+
+    await until(was_asked)
+    assert asked[0] == Resend(REQUEST, 1, job.reply_to)
+    await worker.say(job.reply_to, REQUEST, 1, " and", " wide", end=End("done", "length"))
+    assert await producer == (0, " blue and wide\n", "")
+    await listening.close()
+
+
+async def test_a_producer_that_heard_nothing_at_all_learns_how_its_request_ended(
+    worker: ScriptedWorker, nats: Server
+) -> None:
+    producer = asyncio.create_task(run_producer(nats.url, worker.model, "The sea is"))
+    job = await worker.take()
+    record = await worker.accept(REQUEST, job.reply_to)
+    changes = Changes(ended_code="engine_failed", ended_message="out of memory")
+    await worker.system.ledger.apply(record.key, Event.FAIL, worker=WORKER, changes=changes)
+    assert await producer == (1, "", "out of memory\n")
+
+
+async def test_a_producer_whose_job_is_gone_does_not_wait_for_it(worker: ScriptedWorker, nats: Server) -> None:
+    producer = asyncio.create_task(run_producer(nats.url, worker.model, "The sea is"))
+    await worker.take()
+    status, text, error = await producer
+    assert (status, text) == (1, "")
+    assert "turned away" in error
 
 
 async def test_the_producer_reports_an_error(worker: ScriptedWorker, nats: Server) -> None:

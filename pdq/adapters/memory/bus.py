@@ -5,13 +5,14 @@ turn of the loop, as a network would.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
 from pdq.core import names
-from pdq.core.errors import InvalidMessage
+from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.messages import (
     MAX_MESSAGE_BYTES,
     AccountAnswer,
@@ -19,6 +20,8 @@ from pdq.core.messages import (
     Control,
     OutputAnswer,
     OutputQuestion,
+    StatusAnswer,
+    StatusQuestion,
     TokenFrame,
     decode,
     encode,
@@ -26,7 +29,7 @@ from pdq.core.messages import (
 from pdq.core.stream import halves
 
 Handler = Callable[[bytes], None]
-Answerer = Callable[[bytes], Struct]
+Answerer = Callable[[bytes], Awaitable[Struct]]
 T = TypeVar("T")
 _CONTROL: Final[Any] = Control
 
@@ -62,7 +65,11 @@ class MemoryBus:
 
         subscription = self._subscribe(subject, handle)
         if answer is not None:
-            subscription.also(self._answer(subject, lambda data: answer(decode(data, OutputQuestion).request_id)))
+
+            async def reply(data: bytes) -> OutputAnswer:
+                return answer(decode(data, OutputQuestion).request_id)
+
+            subscription.also(self._answer(subject, reply))
         return subscription
 
     async def ask_output(self, reply_to: str, request_id: str, timeout_s: float) -> OutputAnswer | None:
@@ -72,11 +79,20 @@ class MemoryBus:
         return await self._ask(names.account_subject(worker), AccountQuestion(), AccountAnswer, timeout_s)
 
     async def answer_account(self, worker: str, answer: Callable[[], AccountAnswer]) -> "MemorySubscription":
-        def reply(data: bytes) -> AccountAnswer:
+        async def reply(data: bytes) -> AccountAnswer:
             decode(data, AccountQuestion)
             return answer()
 
         return MemorySubscription(self._answer(names.account_subject(worker), reply))
+
+    async def ask_status(self, question: StatusQuestion, timeout_s: float) -> StatusAnswer | None:
+        return await self._ask(names.STATUS_SUBJECT, question, StatusAnswer, timeout_s)
+
+    async def answer_status(self, answer: Callable[[StatusQuestion], Awaitable[StatusAnswer]]) -> "MemorySubscription":
+        async def reply(data: bytes) -> StatusAnswer:
+            return await answer(decode(data, StatusQuestion))
+
+        return MemorySubscription(self._answer(names.STATUS_SUBJECT, reply))
 
     async def control(self, subject: str, message: Control) -> None:
         self.publish(subject, encode(message))
@@ -100,8 +116,9 @@ class MemoryBus:
 
     async def _ask(self, subject: str, question: Struct, kind: type[T], timeout_s: float) -> T | None:
         await asyncio.sleep(0)
-        for answer in self._answerers.get(subject, ()):
-            return decode(encode(answer(encode(question))), kind)
+        with contextlib.suppress(Unavailable):
+            for answer in self._answerers.get(subject, ()):
+                return decode(encode(await answer(encode(question))), kind)
         await asyncio.sleep(timeout_s)
         return None
 

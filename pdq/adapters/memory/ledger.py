@@ -54,6 +54,7 @@ class MemoryLedger:
         self._ended_ttl_ms = lease.ended_ttl_s * 1000
         self._records: dict[RecordKey, Record] = {}
         self._logs: dict[RecordKey, deque[LogEntry]] = {}
+        self._jobs: dict[tuple[str, str], RecordKey] = {}
         self._looks: dict[RecordKey, int] = {}
         """When a queued record comes up for a look."""
         self._ended: deque[tuple[int, RecordKey]] = deque()
@@ -64,6 +65,7 @@ class MemoryLedger:
     async def close(self) -> None:
         self._records.clear()
         self._logs.clear()
+        self._jobs.clear()
         self._looks.clear()
         self._ended.clear()
 
@@ -73,13 +75,15 @@ class MemoryLedger:
         now = self._tick()
         if (found := self._records.get(new.key)) is not None:
             return found, False
-        given = {name: getattr(new, name) for name in NewRecord.__struct_fields__ if name != "timeout_ms"}
+        given = {name: getattr(new, name) for name in NewRecord.__struct_fields__ if name not in ("timeout_ms", "job")}
         record = Record(
             state=State.QUEUED, attempt=0, epoch=0, deadline_ms=now + new.timeout_ms, created_ms=now, **given
         )
         self._models.add(new.key.model)
         self._records[new.key] = record
         self._logs[new.key] = deque(maxlen=LOG_LIMIT)
+        if new.job:
+            self._jobs[new.key.model, new.job] = new.key
         self._look_at(record, now)
         self._log(record, now, "enqueue", "", 0, {})
         return record, True
@@ -223,6 +227,7 @@ class MemoryLedger:
         while self._ended and self._ended[0][0] <= now:
             _, key = self._ended.popleft()
             del self._records[key], self._logs[key]
+            self._jobs = {job: of for job, of in self._jobs.items() if of != key}
         return now
 
     # --- Questions ----------------------------------------------------------------------------------------------------
@@ -238,6 +243,11 @@ class MemoryLedger:
     async def find(self, request_id: str) -> Record | None:
         self._tick()
         return next((record for key, record in self._records.items() if key.request_id == request_id), None)
+
+    async def of_job(self, model: str, job: str) -> Record | None:
+        self._tick()
+        key = self._jobs.get((model, job))
+        return None if key is None else self._records.get(key)
 
     async def history(self, key: RecordKey) -> Sequence[LogEntry]:
         self._tick()

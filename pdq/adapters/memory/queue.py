@@ -30,6 +30,14 @@ class _Job:
     expires_at: float | None
     deliveries: int = 0
 
+    def stored(self) -> StoredJob:
+        return StoredJob(self.sequence, self.published_ms, self.data)
+
+
+class _Seen(NamedTuple):
+    at: float
+    sequence: int
+
 
 class DeadLetter(NamedTuple):
     queue: Queue
@@ -95,7 +103,7 @@ class MemoryQueue:
         self._sequences = dict.fromkeys(Queue, 0)
         self._stored = dict.fromkeys(Queue, 0)
         self._lanes: dict[tuple[Queue, str], _Lane] = {}
-        self._seen: dict[tuple[Queue, str], float] = {}
+        self._seen: dict[tuple[Queue, str], _Seen] = {}
         self._ties = itertools.count()
         self._watchers: list[Callable[[Queue, bytes], Awaitable[None]]] = []
 
@@ -111,20 +119,18 @@ class MemoryQueue:
         message_id: str | None = None,
         priority: Priority = "interactive",
         ttl_s: float | None = None,
-    ) -> None:
+    ) -> int:
         if len(data) > MAX_MESSAGE_BYTES - _HEADER_ROOM:
             raise InvalidMessage(f"a job of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES - _HEADER_ROOM}")
         now = time.monotonic()
         if message_id is not None:
             self._forget_old_ids(now)
-            if (queue, message_id) in self._seen:
-                return
+            if (seen := self._seen.get((queue, message_id))) is not None:
+                return seen.sequence
         for lane in self._lanes.values():
             self._expire(lane, now)
         if self._stored[queue] >= self._settings.max_messages:
             raise Overloaded(f"{queue} is full: maximum messages exceeded")
-        if message_id is not None:
-            self._seen[queue, message_id] = now
         self._sequences[queue] += 1
         self._stored[queue] += 1
         expires_at = None if ttl_s is None else now + ttl_s
@@ -132,6 +138,9 @@ class MemoryQueue:
         lane = self._lane(queue, model)
         lane.ready[priority].append(job)
         lane.wake.set()
+        if message_id is not None:
+            self._seen[queue, message_id] = _Seen(now, job.sequence)
+        return job.sequence
 
     async def pull(
         self,
@@ -172,12 +181,15 @@ class MemoryQueue:
         jobs = sorted((*itertools.chain(*lane.ready.values()), *lane.out), key=lambda job: job.sequence)
         if len(jobs) > limit:
             return None
-        return [
-            StoredJob(job.sequence, job.published_ms, job.data)
-            for priority in names.PRIORITIES
-            for job in jobs
-            if job.priority == priority
-        ]
+        return [job.stored() for priority in names.PRIORITIES for job in jobs if job.priority == priority]
+
+    async def find(self, queue: Queue, sequence: int) -> StoredJob | None:
+        for (place, _), lane in self._lanes.items():
+            self._expire(lane, time.monotonic())
+            for job in (*itertools.chain(*lane.ready.values()), *lane.out):
+                if (place, job.sequence) == (queue, sequence):
+                    return job.stored()
+        return None
 
     async def dead(self, model: str) -> int:
         return sum(letter.model == model for letter in self.letters)
@@ -255,8 +267,8 @@ class MemoryQueue:
                 lane.ready[priority] = kept
 
     def _forget_old_ids(self, now: float) -> None:
-        for key, seen_at in list(self._seen.items()):
-            if now - seen_at <= self._settings.duplicate_window_s:
+        for key, seen in list(self._seen.items()):
+            if now - seen.at <= self._settings.duplicate_window_s:
                 break
             del self._seen[key]
 

@@ -6,7 +6,7 @@ fit is dropped and counted, and the receiver asks for it again when it notices t
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from msgspec import Struct
@@ -23,6 +23,8 @@ from pdq.core.messages import (
     Control,
     OutputAnswer,
     OutputQuestion,
+    StatusAnswer,
+    StatusQuestion,
     TokenFrame,
     decode,
     encode,
@@ -32,6 +34,7 @@ from pdq.core.stream import halves
 ASK_AGAIN_S: Final = 0.05
 
 _CONTROL: Final[Any] = Control
+_STATUS_GROUP: Final = "pdq-status"
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -106,6 +109,23 @@ class NatsBus:
                 self._connection.post(message.reply, encode(answer()))
 
         return await self._connection.subscribe(subject, handle)
+
+    async def ask_status(self, question: StatusQuestion, timeout_s: float) -> StatusAnswer | None:
+        return await self._ask(names.STATUS_SUBJECT, question, StatusAnswer, timeout_s)
+
+    async def answer_status(self, answer: Callable[[StatusQuestion], Awaitable[StatusAnswer]]) -> NatsSubscription:
+        async def handle(message: Msg) -> None:
+            try:
+                question = decode(message.data, StatusQuestion)
+            except InvalidMessage as error:
+                self._count_junk(names.STATUS_SUBJECT, error)
+                return
+            try:
+                self._connection.post(message.reply, encode(await answer(question)))
+            except Unavailable as error:  # no answer: the producer asks again
+                _log.info("cannot say what became of job %d: %s", question.sequence, error)
+
+        return await self._connection.subscribe_each(names.STATUS_SUBJECT, handle, group=_STATUS_GROUP)
 
     async def control(self, subject: str, message: Control) -> None:
         if failpoints.armed and await failpoints.hit("bus.control"):

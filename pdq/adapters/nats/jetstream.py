@@ -15,11 +15,6 @@ from pdq.ports import Queue
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 5.0
 DEAD_MAX_AGE_S: Final = 7 * 24 * 3600
-STREAMS: Final = {
-    Queue.PREFILL: names.PREFILL_STREAM,
-    Queue.DECODE: names.DECODE_STREAM,
-    Queue.LOCAL: names.LOCAL_STREAM,
-}
 SUBJECTS: Final = {
     Queue.PREFILL: names.prefill_subject,
     Queue.DECODE: names.decode_subject,
@@ -98,7 +93,7 @@ def stream_configs(settings: QueueSettings) -> list[dict[str, Any]]:
     }
     work = [
         {
-            "name": STREAMS[queue],
+            "name": queue.stream,
             # Per known priority, not ">": a job for a priority that nobody serves is refused, not kept for ever.
             "subjects": [SUBJECTS[queue]("", priority).replace("..", ".*.") for priority in names.PRIORITIES],
             "retention": "workqueue",

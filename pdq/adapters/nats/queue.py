@@ -21,7 +21,6 @@ from pdq.adapters.nats.jetstream import (
     CONSUMER_NOT_FOUND,
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
-    STREAMS,
     SUBJECTS,
     Answer,
     ApiRefused,
@@ -47,7 +46,12 @@ _ACK: Final = b"+ACK"
 _IN_PROGRESS: Final = b"+WPI"
 _TERM: Final = b"+TERM"
 
-_answers: Final = msgspec.json.Decoder(Answer)
+
+class _Acknowledgement(Answer):
+    seq: int = 0
+
+
+_acknowledgements: Final = msgspec.json.Decoder(_Acknowledgement)
 
 
 class NatsDelivery:
@@ -115,7 +119,7 @@ class NatsQueue:
         message_id: str | None = None,
         priority: Priority = "interactive",
         ttl_s: float | None = None,
-    ) -> None:
+    ) -> int:
         headers: dict[str, str] = {}
         if message_id is not None:
             headers[names.HEADER_MSG_ID] = message_id
@@ -126,9 +130,10 @@ class NatsQueue:
             raise InvalidMessage(f"a job of {len(data)} bytes is over the broker's limit of {room}")
         if failpoints.armed:
             await failpoints.hit("queue.publish")
-        await self._store(STREAMS[queue], _subject(queue, model, priority), data, headers)
+        sequence = await self._store(queue.stream, _subject(queue, model, priority), data, headers)
         if failpoints.armed:
             await failpoints.hit("queue.published")
+        return sequence
 
     async def pull(
         self,
@@ -152,33 +157,37 @@ class NatsQueue:
         waiting = unacknowledged = 0
         for priority in names.PRIORITIES:
             try:
-                verb = f"CONSUMER.INFO.{STREAMS[queue]}.{names.consumer(model, priority)}"
+                verb = f"CONSUMER.INFO.{queue.stream}.{names.consumer(model, priority)}"
                 info: dict[str, Any] = await ask(self.connection, verb)
                 waiting += info["num_pending"]
                 unacknowledged += info["num_ack_pending"]
             except ApiRefused as error:
                 if error.fault.err_code != CONSUMER_NOT_FOUND:
                     raise Unavailable(f"cannot read the depth of {queue}: {error}") from error
-                waiting += await self._stored(STREAMS[queue], _subject(queue, model, priority))
+                waiting += await self._stored(queue.stream, _subject(queue, model, priority))
         return waiting, unacknowledged
 
     async def stored(self, queue: Queue, model: str, limit: int) -> Sequence[StoredJob] | None:
         found: list[StoredJob] = []
         for priority in names.PRIORITIES:
             subject, at = _subject(queue, model, priority), 1
-            if len(found) + await self._stored(STREAMS[queue], subject) > limit:
+            if len(found) + await self._stored(queue.stream, subject) > limit:
                 return None
-            while (job := await self._next(STREAMS[queue], subject, at)) is not None:
+            while (job := await self._next(queue.stream, subject, at)) is not None:
                 found.append(job)
                 at = job.sequence + 1
         return found
+
+    async def find(self, queue: Queue, sequence: int) -> StoredJob | None:
+        found = await self._get(queue.stream, {"seq": sequence})
+        return None if found is None else found.job()
 
     async def dead(self, model: str) -> int:
         return await self._stored(names.DEAD_STREAM, names.dead_subject("*", model))
 
     async def watch_exhausted(self, on_exhausted: Callable[[Queue, bytes], Awaitable[None]]) -> NatsSubscription:
         """The broker announces a job that it will not deliver again only once, to whoever listens: one of the watchers."""
-        queues = {stream: queue for queue, stream in STREAMS.items()}
+        queues = {queue.stream: queue for queue in Queue}
 
         async def announced(message: Msg) -> None:
             notice = msgspec.json.decode(message.data, type=_Exhausted)
@@ -189,7 +198,7 @@ class NatsQueue:
         subject = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
         watches = [
             await self.connection.subscribe_each(f"{subject}.{stream}.*", announced, group="pdq-exhausted")
-            for stream in STREAMS.values()
+            for stream in queues
         ]
 
         async def close() -> None:
@@ -213,7 +222,8 @@ class NatsQueue:
 
     # --- Inside ---
 
-    async def _store(self, stream: str, subject: str, data: bytes, headers: dict[str, str]) -> None:
+    async def _store(self, stream: str, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        """Its sequence; of one that was there already, that one's."""
         reply = await self.connection.request(subject, data, timeout_s=PUBLISH_S, headers=headers or None)
         if status(reply) == 503:  # no stream takes it: the broker came back without its data
             await self.ensure_streams()
@@ -221,11 +231,12 @@ class NatsQueue:
         if status(reply) == 503:
             raise Unavailable(f"no stream of NATS at {self.connection.where} takes {subject}")
         try:
-            fault = _answers.decode(reply.data).error
+            stored = _acknowledgements.decode(reply.data)
         except msgspec.DecodeError as error:
             raise Unavailable(f"something other than JetStream answered on {subject}") from error
-        if fault is not None:
-            raise refusal_of_publish(fault, stream)
+        if stored.error is not None:
+            raise refusal_of_publish(stored.error, stream)
+        return stored.seq
 
     def _mailbox(self, queue: Queue, model: str) -> Mailbox:
         async def create() -> None:
@@ -233,10 +244,10 @@ class NatsQueue:
                 await self._create_consumer(queue, model, priority)
 
         consumers: dict[Priority, str] = {each: names.consumer(model, each) for each in names.PRIORITIES}
-        return Mailbox(self.connection, STREAMS[queue], consumers, create)
+        return Mailbox(self.connection, queue.stream, consumers, create)
 
     async def _create_consumer(self, queue: Queue, model: str, priority: str) -> None:
-        stream, name, subject = STREAMS[queue], names.consumer(model, priority), _subject(queue, model, priority)
+        stream, name, subject = queue.stream, names.consumer(model, priority), _subject(queue, model, priority)
         config = {
             "name": name,
             "durable_name": name,
@@ -271,25 +282,28 @@ class NatsQueue:
 
     async def _next(self, stream: str, subject: str, at: int) -> StoredJob | None:
         """The first message of ``subject`` from sequence ``at`` on."""
-        request = {"seq": at, "next_by_subj": subject}
+        found = await self._get(stream, {"seq": at, "next_by_subj": subject})
+        return None if found is None else found.job()
+
+    async def _get(self, stream: str, which: dict[str, Any]) -> "_Stored | None":
         try:
-            found = (await ask(self.connection, f"STREAM.MSG.GET.{stream}", request, _Found)).message
+            return (await ask(self.connection, f"STREAM.MSG.GET.{stream}", which, _Found)).message
         except ApiRefused as error:
             if error.fault.err_code == MESSAGE_NOT_FOUND:
                 return None
             raise Unavailable(f"cannot read what is in {stream}: {error}") from error
-        return StoredJob(found.seq, _unix_ms(found.time), found.data)
 
     async def _bury(self, queue: Queue, notice: "_Exhausted") -> bytes | None:
         """Move an exhausted job to the dead letters; its bytes, or None if it is gone already."""
-        stream, sequence = STREAMS[queue], notice.stream_seq
+        stream, sequence = queue.stream, notice.stream_seq
+        job = await self._get(stream, {"seq": sequence})
+        if job is None:
+            return None
+        detail = f"delivered {notice.deliveries} times without an acknowledgement"
+        await self.dead_letter(
+            queue, names.model_of(job.subject), sequence, job.subject, job.data, "max_deliveries", detail
+        )
         try:
-            found = await ask(self.connection, f"STREAM.MSG.GET.{stream}", {"seq": sequence}, _Found)
-            job = found.message
-            detail = f"delivered {notice.deliveries} times without an acknowledgement"
-            await self.dead_letter(
-                queue, names.model_of(job.subject), sequence, job.subject, job.data, "max_deliveries", detail
-            )
             await ask(self.connection, f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
         except ApiRefused as error:
             if error.fault.err_code == MESSAGE_NOT_FOUND:
@@ -311,6 +325,9 @@ class _Stored(Struct):
     seq: int
     time: str
     data: bytes = b""  # base64 on the wire
+
+    def job(self) -> StoredJob:
+        return StoredJob(self.seq, _unix_ms(self.time), self.data)
 
 
 class _Found(Struct):

@@ -45,6 +45,7 @@ class RedisLedger:
         self._link = Link(self._owned or client_or_url)  # type: ignore[arg-type]
         self._rules = {event: _encode(_executable(event, lease)) for event in Event}
         self._look_ms = lease.ttl_ms
+        self._ended_ttl_ms = lease.ended_ttl_s * 1000
         head = source("record")
         self._enqueue = Script(clock, head, source("enqueue"))
         self._transition = Script(clock, head, source("transition"))
@@ -66,10 +67,11 @@ class RedisLedger:
     async def enqueue(self, new: NewRecord) -> tuple[Record, bool]:
         verdict, _, *parts = await self._link.run(
             self._enqueue,
-            _keys(new.key),
+            (*_keys(new.key), *((names.job_key(new.key.model, new.job),) if new.job else ())),
             new.key.request_id,
             new.timeout_ms,
             self._look_ms,
+            self._ended_ttl_ms,
             *fields.of_new(new),
             # First the index: a model without records is harmless, records that no reaper finds are not.
             after=("SADD", names.MODELS_KEY, new.key.model),
@@ -170,6 +172,10 @@ class RedisLedger:
     async def find(self, request_id: str) -> Record | None:
         found = await self.read_many([RecordKey(model, request_id) for model in await self.models()])
         return next((record for record in found if record is not None), None)
+
+    async def of_job(self, model: str, job: str) -> Record | None:
+        request_id: bytes | None = await self._link.call("GET", names.job_key(model, job))
+        return None if request_id is None else await self.read(RecordKey(model, request_id.decode()))
 
     async def history(self, key: RecordKey) -> Sequence[LogEntry]:
         entries = await self._link.call("LRANGE", names.log_key(key.model, key.request_id), 0, -1)

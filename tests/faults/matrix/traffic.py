@@ -6,22 +6,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import httpx
 
 from pdq.connect import Connected
 from pdq.core import errors, names
-from pdq.core.handoff import State
-from pdq.core.lease import RecordKey
-from pdq.core.messages import End, OutputAnswer, PrefillJob, Resend, Sampling, TokenEntry, TokenFrame, encode
+from pdq.core.messages import (
+    End,
+    Failure,
+    OutputAnswer,
+    PrefillJob,
+    Sampling,
+    StatusQuestion,
+    TokenEntry,
+    TokenFrame,
+    encode,
+)
 from pdq.core.stream import Assembler
 from pdq.ports import Queue
 from tests.faults.matrix.plant import MODEL
 
 SILENCE_S: Final = 1.0
 GIVE_UP_S: Final = 30.0
-END_TRIES: Final = 4
 _numbers = count(1)
 
 
@@ -89,7 +96,9 @@ def _read_event(outcome: Outcome, event: dict[str, object]) -> None:
 
 
 class Producer:
-    """A program of its own that publishes one request and keeps all frames: the receiver's whole duty."""
+    """A program of its own that publishes one request and keeps all frames. It does what a producer shall do, and has
+    nothing but NATS: it tells a worker that takes over what it has, and asks what became of its job when it misses
+    something or hears nothing."""
 
     def __init__(self, system: Connected, asked: Asked) -> None:
         self._system = system
@@ -98,9 +107,8 @@ class Producer:
         self._output = Assembler()
         self._pieces: list[str] = []
         self._end: End | None = None
-        self._worker = ""
         self._spoken = asyncio.Event()
-        self._tries = 0
+        self._sequence = 0
         self.outcome = Outcome(asked, "hung")
 
     async def run(self) -> Outcome:
@@ -114,7 +122,9 @@ class Producer:
         outcome = self.outcome
         subscription = await self._system.bus.receive(self._reply_to, self._on_frame, self._answer)
         try:
-            await self._system.queue.publish(Queue.PREFILL, MODEL, encode(job), message_id=self._reply_to, ttl_s=45)
+            self._sequence = await self._system.queue.publish(
+                Queue.PREFILL, MODEL, encode(job), message_id=self._reply_to, ttl_s=45
+            )
             async with asyncio.timeout(GIVE_UP_S):
                 while self._end is None:
                     await self._listen()
@@ -135,7 +145,6 @@ class Producer:
         return OutputAnswer(request_id, wanted=True, tokens=tuple(self._output.tokens))
 
     def _on_frame(self, frame: TokenFrame) -> None:
-        self._worker = frame.worker
         for entry in frame.entries:
             self.outcome.frames.append(entry)
             self.outcome.request_id = entry.request_id
@@ -149,35 +158,21 @@ class Producer:
 
     async def _listen(self) -> None:
         self._spoken.clear()
-        with contextlib.suppress(TimeoutError, errors.Unavailable):
+        with contextlib.suppress(errors.Unavailable):
             try:
                 await asyncio.wait_for(self._spoken.wait(), SILENCE_S)
             except TimeoutError:
-                await self._ask_the_record()
-            if self._output.ask_again(asyncio.get_running_loop().time()) is not None:
-                await self._resend()
+                await self._ask()
+            else:
+                if self._output.ask_again(asyncio.get_running_loop().time()) is not None:
+                    await self._ask()
 
-    async def _ask_the_record(self) -> None:
-        if not self.outcome.request_id:
-            live = await self._system.ledger.live(MODEL)
-            mine = next((it for it in live if it.reply_to == self._reply_to), None)
-            self.outcome.request_id = mine.key.request_id if mine else ""
-            return
-        key = RecordKey(MODEL, self.outcome.request_id)
-        record = await self._system.ledger.read(key)
-        if record is None or not record.state.terminal:
-            return
-        if record.state is State.DONE and self._tries < END_TRIES:
-            self._tries += 1
-            self._worker = (await self._system.ledger.history(key))[-1].worker
-            await self._resend()
-            return
-        reason: Any = record.ended_code if record.state is State.DONE else None
-        self._end = End(state=record.state.value, finish_reason=reason)  # type: ignore[arg-type]
-
-    async def _resend(self) -> None:
-        message = Resend(self.outcome.request_id, self._output.next_seq, self._reply_to)
-        await self._system.bus.control(names.worker_subject(self._worker), message)
+    async def _ask(self) -> None:
+        stream = Queue.PREFILL.stream
+        question = StatusQuestion(MODEL, stream, self._sequence, self._reply_to, self._output.next_seq)
+        answer = await self._system.bus.ask_status(question, SILENCE_S)
+        if answer is not None and answer.state == "unknown" and self._end is None:
+            self._end = End("failed", error=Failure("unknown", "nobody knows of the job any more"))
 
 
 class Tap:
