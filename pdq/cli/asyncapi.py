@@ -22,11 +22,16 @@ How a program asks pdq for a completion without going through HTTP.
 
 1. Subscribe to a subject of your own (an inbox will do): the job's `reply_to`.
 2. Publish a `PrefillJob` to JetStream on `pdq.jobs.prefill.<model>.<priority>`. The broker's acknowledgement means that
-the job is stored. A `Nats-Msg-Id` header makes a repeated publish within the duplicate window a no-op.
+the job is stored, and where: keep `stream` and `seq`. A `Nats-Msg-Id` header makes a repeated publish within the
+duplicate window a no-op.
 3. Read `TokenFrame` messages. Every entry names its request, and `seq` is the position of its first token: drop what you
-have, and ask the frame's `worker` to `Resend` what you miss.
+have.
 4. An entry with `end` is the last one: exactly one comes for every accepted request, also for one that cannot be parsed
 as long as its `reply_to` can be read.
+5. Frames travel at most once. If you miss something (`seq` is beyond what you have), or hear nothing for some seconds,
+send a `StatusQuestion` to `pdq.status` (a NATS request). The `StatusAnswer` says what has become of the job, and what
+you lack comes to `reply_to` again, the end included. No answer: ask again. `unknown`: it was turned away, or has ended
+long ago; publish it again if you still want it.
 
 If a decode worker dies in the middle of a stream, the next one asks the owner of `reply_to` which tokens it has (a NATS
 request, `OutputQuestion`) and goes on from there. Answer with `OutputAnswer`; `wanted: false` or no answer within the
@@ -110,6 +115,7 @@ def document() -> dict[str, Any]:
                 "messages": {
                     "OutputAnswer": _ref("components", "messages", "OutputAnswer"),
                     "AccountAnswer": _ref("components", "messages", "AccountAnswer"),
+                    "StatusAnswer": _ref("components", "messages", "StatusAnswer"),
                 },
             },
             "worker": {
@@ -123,6 +129,11 @@ def document() -> dict[str, Any]:
                 "description": "Where a worker is asked what it holds.",
                 "parameters": {"worker": {"description": "The worker's id, as in `TokenFrame.worker`."}},
                 "messages": {"AccountQuestion": _ref("components", "messages", "AccountQuestion")},
+            },
+            "status": {
+                "address": names.STATUS_SUBJECT,
+                "description": "Where a producer asks what has become of its job.",
+                "messages": {"StatusQuestion": _ref("components", "messages", "StatusQuestion")},
             },
             "cancel": {
                 "address": names.CANCEL_SUBJECT,
@@ -143,6 +154,10 @@ def document() -> dict[str, Any]:
             "askAccount": {
                 **_operation("receive", "account", "AccountQuestion", "Anybody asks a worker what it holds now."),
                 "reply": _reply("AccountAnswer"),
+            },
+            "askStatus": {
+                **_operation("receive", "status", "StatusQuestion", "A producer asks what has become of its job."),
+                "reply": _reply("StatusAnswer"),
             },
             "controlWorker": _operation(
                 "receive", "worker", "Control", "Ask a worker to resend, to drain, or to stay."
@@ -190,6 +205,8 @@ _MESSAGES: Final[dict[str, dict[str, str]]] = {
     "OutputAnswer": {},
     "AccountQuestion": {},
     "AccountAnswer": {},
+    "StatusQuestion": {},
+    "StatusAnswer": {},
 }
 """Messages with a schema file of the same name, and their headers."""
 

@@ -26,6 +26,8 @@ PUBLIC: Final[dict[str, Any]] = {
     "Control": messages.Control,
     "OutputQuestion": messages.OutputQuestion,
     "OutputAnswer": messages.OutputAnswer,
+    "StatusQuestion": messages.StatusQuestion,
+    "StatusAnswer": messages.StatusAnswer,
     "AccountQuestion": messages.AccountQuestion,
     "AccountAnswer": messages.AccountAnswer,
     "Record": ports.Record,

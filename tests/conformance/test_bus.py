@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdq.adapters.processes import Server, nats_server
 from pdq.core import names
@@ -23,6 +24,8 @@ from pdq.core.messages import (
     OutputAnswer,
     OutputQuestion,
     Resend,
+    StatusAnswer,
+    StatusQuestion,
     TokenEntry,
     TokenFrame,
     TokenLogprobs,
@@ -201,6 +204,27 @@ async def test_a_worker_is_asked_what_it_holds(place: Place) -> None:
     assert await asker.ask_account("other", 0.2) is None
     await answering.close()
     assert await asker.ask_account("w", 0.2) is None
+
+
+async def test_one_of_those_who_can_say_it_is_asked_what_became_of_a_job(place: Place) -> None:
+    first, second, producer = await place.bus(), await place.bus(), await place.bus()
+    asked: list[StatusQuestion] = []
+
+    async def answer(question: StatusQuestion) -> StatusAnswer:
+        asked.append(question)
+        if question.sequence == 13:
+            raise Unavailable("the ledger is away")
+        return StatusAnswer("done", "r")
+
+    answering = [await bus.answer_status(answer) for bus in (first, second)]
+    question = StatusQuestion("org/model.v1", "PDQ_PREFILL", 7, "pdq.tokens.a", 3)
+    assert await producer.ask_status(question, 5) == StatusAnswer("done", "r")
+    assert asked == [question]
+    assert await producer.ask_status(replace(question, sequence=13), 0.2) is None
+    assert await producer.ask_status(question, 5) == StatusAnswer("done", "r")
+    for one in answering:
+        await one.close()
+    assert await producer.ask_status(question, 0.2) is None
 
 
 async def test_control_messages_of_each_kind_reach_every_listener(place: Place) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from pdq.core import errors
+from pdq.core import errors, names
 from pdq.core.handoff import LIVE, RULES, TERMINAL, TRANSITIONS, Event, Side, State
+from pdq.core.lease import RecordKey
 from pdq.core.messages import Policy
-from pdq.ports import Changes
+from pdq.ports import Changes, NewRecord
 from tests.conformance.ledgers import (
     KV,
     LONG,
@@ -243,6 +244,20 @@ async def test_past_the_deadline_only_an_end_is_allowed(world: World) -> None:
     assert (await world.ledger.apply(other.key, Event.FINISH, epoch=other.source)).state is State.DONE
     assert (await world.ledger.apply(story.key, Event.EXPIRE)).state is State.EXPIRED
     assert (await world.ledger.apply(queued.key, Event.CANCEL)).state is State.CANCELLED
+
+
+async def test_a_request_is_found_by_the_job_of_its_producer_as_long_as_its_record_is_kept(world: World) -> None:
+    key, job = RecordKey(world.model, "0197c0de-0000-7000-8000-000000000001"), names.place("PDQ_PREFILL", 7)
+    new = NewRecord(key, "pdq.tokens.a", 10, 5, LONG, "secret", job=job)
+    record, _ = await world.ledger.enqueue(new)
+    await world.ledger.enqueue(new)
+    assert await world.ledger.of_job(world.model, job) == record
+    assert await world.ledger.of_job(world.model, names.place("PDQ_LOCAL", 7)) is None
+    assert await world.ledger.of_job(f"{world.model}x", job) is None
+    await world.ledger.apply(key, Event.CANCEL)
+    ended = await world.ledger.of_job(world.model, job)
+    assert ended is not None
+    assert ended.state is State.CANCELLED
 
 
 async def test_the_salt_is_random_and_the_same_for_everybody(world: World) -> None:

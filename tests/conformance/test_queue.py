@@ -9,7 +9,7 @@ from pdq.adapters.processes import Server
 from pdq.core.admission import pull_order
 from pdq.core.errors import InvalidMessage
 from pdq.core.settings import AdmissionSettings, QueueSettings
-from pdq.ports import Delivery, JobQueue, Queue
+from pdq.ports import Delivery, JobQueue, Queue, StoredJob
 from tests.conformance.brokers import ACK_WAIT_S, MemoryPlace, NatsPlace, Place, eventually
 
 SETTINGS = QueueSettings(ack_wait_s=ACK_WAIT_S)
@@ -84,6 +84,24 @@ async def test_all_jobs_that_nobody_has_acknowledged_can_be_looked_at(queue: Job
     assert await queue.stored(PREFILL, model, 2) is None
     assert await queue.stored(DECODE, model, 2) == []
     await taken.ack()
+
+
+async def test_a_job_is_found_at_the_place_that_its_publisher_was_told_until_somebody_is_done_with_it(
+    queue: JobQueue, model: str
+) -> None:
+    sequence = await queue.publish(PREFILL, model, b"x", message_id=f"{model}-x")
+    assert await queue.publish(PREFILL, model, b"x", message_id=f"{model}-x") == sequence
+    assert await queue.publish(PREFILL, model, b"y") > sequence
+    waits = await queue.find(PREFILL, sequence)
+    job = await one(queue, model)
+    assert waits == await queue.find(PREFILL, sequence) == StoredJob(job.sequence, job.published_ms, b"x")
+    await job.ack()
+
+    async def gone() -> bool:
+        return await queue.find(PREFILL, sequence) is None
+
+    await eventually(gone)
+    assert await queue.find(DECODE, sequence + 1_000_000) is None
 
 
 async def test_dead_letters_are_counted_by_model(queue: JobQueue, model: str) -> None:

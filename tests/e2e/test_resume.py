@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import httpx
 import pytest
 
 from pdq.core import names
+from pdq.core.handoff import State
 from pdq.core.messages import Drain, Failpoints, PolicyWish, Sampling
+from pdq.ports import Record
 from tests.e2e.requester import Stream, kill_the_sender, request, tell
 from tests.e2e.stack import SHORT_LEASES, Stack, running, wait_for
 
@@ -220,14 +223,61 @@ def when_one_decodes(stack: Stack) -> int:
     return next((pids[it.sink.worker] for it in stack.live() if it.state == "fetched" and it.sink), 0)
 
 
-def test_a_program_of_25_lines_survives_the_death_of_its_worker(two_sinks: Stack) -> None:
-    program = [sys.executable, str(EXAMPLES / "nats_producer.py"), two_sinks.model, PROMPT]
-    environ = {**os.environ, "PDQ_NATS_URL": two_sinks.environ["PDQ_NATS_URL"]}
+@contextmanager
+def the_example(stack: Stack) -> Iterator["subprocess.Popen[str]"]:
+    """A producer that has nothing but NATS, at work."""
+    program = [sys.executable, str(EXAMPLES / "nats_producer.py"), stack.model, PROMPT]
+    environ = {**os.environ, "PDQ_NATS_URL": stack.environ["PDQ_NATS_URL"]}
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as child:
+        yield child
+
+
+def test_the_example_producer_survives_the_death_of_its_worker(two_sinks: Stack) -> None:
+    with the_example(two_sinks) as child:
         os.kill(wait_for(lambda: when_one_decodes(two_sinks), "a decode worker is at it"), signal.SIGKILL)
         out, err = child.communicate(timeout=90)
     assert child.returncode == 0, err
     assert len(out.removesuffix("\n")) == 64  # all its tokens, one byte each
+
+
+def lose_all_frames(stack: Stack) -> None:
+    for worker in stack.workers():
+        tell(stack, worker.worker, Failpoints("bus.send=drop"))
+
+
+def when_all_frames_were_lost(stack: Stack) -> Record:
+    """The record of the one live request, when that is over, and frames get through again."""
+    (live,) = wait_for(stack.live, "the producer's request is there", 30)
+
+    def ended() -> Record | None:
+        record = stack.inside.ask(lambda system: system.ledger.read(live.key))
+        return record if record is not None and record.state.terminal else None
+
+    record = wait_for(ended, "it is over", 60)
+    for worker in stack.workers():
+        tell(stack, worker.worker, Failpoints(""))
+    return record
+
+
+def test_a_producer_that_heard_nothing_while_its_request_ran_gets_all_of_it_afterwards(two_sinks: Stack) -> None:
+    """As when NATS is restarted, and the workers are connected again before the producer is."""
+    lose_all_frames(two_sinks)
+    with the_example(two_sinks) as child:
+        assert when_all_frames_were_lost(two_sinks).state is State.DONE
+        out, err = child.communicate(timeout=90)
+    assert child.returncode == 0, err
+    assert len(out.removesuffix("\n")) == 64
+
+
+def test_a_producer_is_told_when_what_it_did_not_hear_went_with_its_worker(two_sinks: Stack) -> None:
+    lose_all_frames(two_sinks)
+    with the_example(two_sinks) as child:
+        key = when_all_frames_were_lost(two_sinks).key
+        history = two_sinks.inside.ask(lambda system: system.ledger.history(key))
+        os.kill(next(it.pid for it in two_sinks.workers() if it.worker == history[-1].worker), signal.SIGKILL)
+        out, err = child.communicate(timeout=90)
+    assert (child.returncode, out) == (1, "")
+    assert "64 of its 64 tokens are lost" in err
 
 
 def test_an_http_stream_goes_on_with_the_same_bytes(two_sinks: Stack) -> None:

@@ -107,7 +107,7 @@ async def test_a_producer_needs_its_own_subjects_only(guarded: Secured, fleet: t
     reply = client.new_inbox()
     tokens = await client.subscribe(reply)
     job = {"model": "guarded", "prompt": "hello", "reply_to": reply, "sampling": {"max_tokens": 4}}
-    await client.jetstream().publish(names.prefill_subject("guarded"), json.dumps(job).encode())
+    stored = await client.jetstream().publish(names.prefill_subject("guarded"), json.dumps(job).encode())
     got = 0
     while True:
         (entry,) = json.loads((await tokens.next_msg(timeout=30)).data)["entries"]
@@ -115,6 +115,13 @@ async def test_a_producer_needs_its_own_subjects_only(guarded: Secured, fleet: t
         if "end" in entry:
             break
     assert (got, entry["end"]["state"]) == (4, "done")
+
+    mine = {"model": "guarded", "stream": stored.stream, "sequence": stored.seq, "reply_to": reply}
+    question = {"type": "status_question", **mine, "next_seq": 2}
+    told = await client.request(names.STATUS_SUBJECT, json.dumps(question).encode(), timeout=30)
+    assert json.loads(told.data)["state"] == "done"
+    (rest,) = json.loads((await tokens.next_msg(timeout=30)).data)["entries"]
+    assert (rest["seq"], len(rest["tokens"]), rest["end"]["state"]) == (2, 2, "done")
     await client.close()
 
 

@@ -29,12 +29,26 @@ from pdq.core.messages import (
     PrefillJob,
     Release,
     Resend,
+    StatusAnswer,
+    StatusQuestion,
     TokenFrame,
     decode,
     encode,
 )
 
-MESSAGES: list[Any] = [PrefillJob, DecodeJob, TokenFrame, Cancel, Release, Resend, Drain, OutputQuestion, OutputAnswer]
+MESSAGES: list[Any] = [
+    PrefillJob,
+    DecodeJob,
+    TokenFrame,
+    Cancel,
+    Release,
+    Resend,
+    Drain,
+    OutputQuestion,
+    OutputAnswer,
+    StatusQuestion,
+    StatusAnswer,
+]
 CONTROL: Any = Control
 
 # Each runs once per kind of message, and a whole job is a large thing to draw.
