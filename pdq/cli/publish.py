@@ -31,6 +31,7 @@ from pdq.core.messages import (
     OutputAnswer,
     PrefillJob,
     Sampling,
+    StatusAnswer,
     StatusQuestion,
     TokenEntry,
     TokenFrame,
@@ -41,6 +42,7 @@ from pdq.core.settings import Settings
 from pdq.core.stream import Assembler
 from pdq.ports import Changes, Queue
 
+ANSWER_S: Final = 1.0
 GRACE_S: Final = 5.0
 """Past its timeout a request gets this long for its terminal event to arrive."""
 
@@ -101,18 +103,20 @@ class Request:
         try:
             frame = await asyncio.wait_for(self._frames.get(), self._silence_s)
         except TimeoutError:
-            await self._ask(self._silence_s)
+            await self._ask()
             return []
         fresh = [part for entry in frame.entries for part in self._output.accept(entry)]
         if self._output.ask_again(asyncio.get_running_loop().time()) is not None:
-            await self._ask(self._silence_s)
+            await self._ask()
         return fresh
 
-    async def _ask(self, timeout_s: float) -> None:
-        """What is missing is sent again as a frame like any other."""
+    async def _ask(self) -> None:
+        """What is missing is sent again, in a frame like any other. Whoever does not answer is asked again later."""
         job = self._job
         question = StatusQuestion(job.model, Queue.PREFILL.stream, self._sequence, job.reply_to, self._output.next_seq)
-        answer = await self._system.bus.ask_status(question, timeout_s)
+        answer: StatusAnswer | None = None
+        with contextlib.suppress(Unavailable):
+            answer = await self._system.bus.ask_status(question, ANSWER_S)
         if answer is not None and answer.state == "unknown" and self._frames.empty():
             raise JobLost("the job was turned away, or its request has ended long ago; nobody knows more of it")
 
