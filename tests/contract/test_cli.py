@@ -148,6 +148,17 @@ async def test_an_end_that_nobody_sent_is_read_from_the_record(cli: Cli, worker:
     assert (status, out, err) == (1, "a\n", "pdq: request failed (engine_failed): out of memory\n")
 
 
+async def test_publish_of_a_job_that_nobody_knows_any_more_does_not_wait_for_it(
+    cli: Cli, worker: ScriptedWorker
+) -> None:
+    program = await cli.start("publish", "a", "--model", worker.model, PDQ_BRIDGE_SILENCE_S="0.2")
+    await worker.take()
+    status, out, err = await finish(program)
+    assert (status, out) == (1, "")
+    assert "turned away" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["after its first token", "before its first token"])
 async def test_ctrl_c_cancels_the_request(cli: Cli, worker: ScriptedWorker, known: bool) -> None:
     told: list[Control] = []
