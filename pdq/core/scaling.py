@@ -277,5 +277,5 @@ def _requests(load: Load) -> int:
 
 
 def _ceil(workers: float) -> int:
-    """Whole workers; a rounding error is not a worker."""
-    return math.ceil(workers - 1e-9)
+    """Whole workers; a rounding error is not a worker, and beyond any number there is one that bounds can cut."""
+    return math.ceil(min(workers, 1e9) - 1e-9)

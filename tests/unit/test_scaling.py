@@ -338,6 +338,12 @@ def test_without_a_measured_speed_prefill_holds_and_says_so() -> None:
     assert "not measured" in decision.prefill.why
 
 
+def test_a_speed_of_next_to_nothing_asks_for_the_most_that_one_step_allows() -> None:
+    slowest = replace(seen({State.QUEUED: 500}), rates=Rates(5e-324, 1.0))
+    decision = settled(slowest).prefill
+    assert (decision.replicas, decision.cause) == (8, Cause.OUT)
+
+
 # --- Properties -------------------------------------------------------------------------------------------------------
 
 pools = st.builds(
