@@ -19,7 +19,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -216,16 +216,9 @@ def _wrong(text: str, why: str) -> errors.InvalidSettings:
     return errors.InvalidSettings(f"{VARIABLE}: {text.strip()!r} is not valid: {why}")
 
 
-def _plain(kind: type[errors.PdqError]) -> Iterator[type[errors.PdqError]]:
-    """``kind`` and all below it that are made of a message alone."""
-    if kind not in (errors.RecordEnded, errors.LeaseHeld):
-        yield kind
-    for below in kind.__subclasses__():
-        yield from _plain(below)
-
-
 _ERRORS: Final[Mapping[str, Callable[[str], Exception]]] = {
-    **{kind.code: kind for kind in _plain(errors.PdqError)},
+    # Those that are made of a message alone.
+    **{code: kind for code, kind in errors.BY_CODE.items() if kind not in (errors.RecordEnded, errors.LeaseHeld)},
     "bug": RuntimeError,
 }
 

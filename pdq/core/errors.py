@@ -41,7 +41,8 @@
 are derived from these at the edges, nowhere else.
 """
 
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Final
 
 
 class PdqError(Exception):
@@ -216,3 +217,18 @@ class AttemptsExhausted(PdqError):
 class JobLost(PdqError):
     code = "job_lost"
     retryable = True
+
+
+def _tree(kind: type[PdqError]) -> Iterator[type[PdqError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _tree(below)
+
+
+BY_CODE: Final[Mapping[str, type[PdqError]]] = {kind.code: kind for kind in _tree(PdqError)}
+"""What a record or a message keeps of an error is its code: the class says the rest. Not what other modules derive."""
+
+
+def may_retry(code: str) -> bool:
+    """``retryable`` of an error of which only the code is left; a code that this release does not know is not."""
+    return BY_CODE.get(code, PdqError).retryable

@@ -15,6 +15,7 @@ from pdq.core.errors import (
     RequestCancelled,
     StaleEpoch,
     StreamLost,
+    may_retry,
 )
 from pdq.core.handoff import Event, State
 from pdq.core.lease import RecordKey
@@ -74,7 +75,7 @@ class Endings:
         if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
             return True
         await self.tell_holders(key)
-        await self._emit(record, failed_end(record, error), record.emitted)
+        await self.again(record, record.emitted)
         return True
 
     async def repeat(self, key: RecordKey) -> None:
@@ -112,21 +113,13 @@ async def ended_by(ledger: HandoffLedger, key: RecordKey) -> str:
     return history[-1].worker if history else ""
 
 
-def failed_end(record: Record, error: PdqError) -> End:
-    return End(
-        state=_WIRE[record.state],
-        usage=Usage(prompt_tokens=record.prompt_tokens, completion_tokens=record.emitted),
-        error=Failure(code=error.code, message=str(error), retryable=error.retryable),
-    )
-
-
 def recorded_end(record: Record, delivered: int) -> End:
     """The end of a terminal record, for a requester that has got ``delivered`` tokens and not the end."""
     usage = Usage(record.prompt_tokens, delivered)
     if record.state is not State.DONE:
         state = _WIRE[record.state]
-        failure = Failure(record.ended_code or state, record.ended_message or f"the request has {state}")
-        return End(state=state, usage=usage, error=failure)
+        code, message = record.ended_code or state, record.ended_message or f"the request has ended: {state}"
+        return End(state=state, usage=usage, error=Failure(code, message, may_retry(code)))
     if delivered < record.emitted:
         missing = record.emitted - delivered
         text = f"the request is done, but {missing} of its {record.emitted} tokens are lost"
