@@ -25,11 +25,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback TCP port for a server that is about to start.
+
+    One connection to it is opened and closed: for the minute that the kernel remembers it, the port is given to nobody
+    who asks for any, while a server may take it by its number (with ``SO_REUSEADDR``, as servers do).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address: tuple[str, int] = probe.getsockname()
+        with socket.create_connection(address):
+            probe.accept()[0].close()
+        return address[1]
 
 
 def dying_with_parent() -> Callable[[], None]:
