@@ -430,3 +430,9 @@ async def test_metrics_count_requests_tokens_and_refusals() -> None:
     assert f'pdq_bridge_time_to_first_token_seconds_count{{model="{MODEL}"}} 1.0' in text
     assert f"pdq_bridge_frames_total {tokens}" in text
     assert "pdq_bridge_in_flight 0.0" in text
+
+
+async def test_metrics_do_not_say_when_a_series_was_created() -> None:
+    async with rig() as world, world.http() as client:
+        await client.post(CHAT, json=BODY)
+        assert "_created" not in (await client.get("/metrics")).text
