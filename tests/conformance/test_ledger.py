@@ -25,7 +25,7 @@ from tests.conformance.ledgers import (
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("state", "event"), TRANSITIONS, ids=str)
+@pytest.mark.parametrize(("state", "event"), sorted(TRANSITIONS), ids=str)
 async def test_every_row_of_the_table_leads_where_it_says(world: World, state: State, event: Event) -> None:
     takes_over = event is Event.BEGIN and state is State.PREFILLING
     expires = event is Event.EXPIRE
