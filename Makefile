@@ -7,6 +7,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
+# Tests wait more than they compute (for programs to start, leases to run out, jobs to come again): several run at a
+# time, each process of pytest with servers of its own. The tests of a file stay together, as they share what they start;
+# the cells of the fault matrix are many and alike.
+JOBS  ?= 4
+SPLIT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+DEAL  := -n $(JOBS) --dist worksteal
+
 .DEFAULT_GOAL := help
 .PHONY: help demo up lint unit faults model soak test schemas clean
 
@@ -26,10 +33,10 @@ lint: $(READY) ## Style, types, and which module may import which
 	$(BIN)/lint-imports
 
 unit: $(READY) ## Tests that need no model
-	$(BIN)/pytest -m "not model and not gpu and not perf and not faults"
+	$(BIN)/pytest $(SPLIT) -m "not model and not gpu and not perf and not faults"
 
 faults: $(READY) ## The fault matrix: every part hurt at every step of a request's life (minutes)
-	$(BIN)/pytest -m faults
+	$(BIN)/pytest $(DEAL) -m faults tests/faults
 
 soak: $(READY) ## Ten minutes of load while every part dies now and then (MINUTES=10)
 	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10)
@@ -47,11 +54,11 @@ clean: ## Remove the environment, caches and local state
 	rm -rf $(VENV) .pdq build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# PyTorch first and by its exact version: left to a range, pip may take another build of it. The build backend comes from
-# the constraints too, instead of from an isolated environment that resolves one of its own.
+# PyTorch first and by its exact version: left to a range, pip may take another build of it. The build backends (ours, and that of
+# nkeys, which has no wheel) come from the constraints too, instead of from an isolated environment that resolves one of its own.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdq needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "$$(grep '^torch==' constraints.txt)" hatchling editables
+	$(PIP) "$$(grep '^torch==' constraints.txt)" hatchling editables setuptools
 	$(PIP) --no-build-isolation --editable '.[embedded,torch,dev]'
 	touch $@

@@ -61,7 +61,7 @@ class NatsSettings(Struct, frozen=True):
     token: Secret = Secret()
     """Instead of user and password."""
     credentials: str = ""
-    """File with a user's JWT and seed, as ``nsc`` writes it; instead of user and password. Needs the package ``nkeys``."""
+    """File with a user's JWT and seed, as ``nsc`` writes it; instead of user and password. Read again at each reconnect."""
     tls_ca: str = ""
     """File with the certificates (PEM) that may sign the server's, instead of the system's. Setting it demands TLS."""
     tls_cert: str = ""

@@ -137,7 +137,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "two ways to authenticate": ({"PDQ_NATS_TOKEN": "t0ken"}, r"PDQ_NATS_USER and PDQ_NATS_TOKEN are both set"),
     "a file of credentials that is not there": (
         {"PDQ_NATS_USER": "", "PDQ_NATS_PASSWORD": "", "PDQ_NATS_CREDENTIALS": "/none"},
-        r"PDQ_NATS_CREDENTIALS.*(needs the package nkeys|no file that can be read)",
+        r"PDQ_NATS_CREDENTIALS='/none' cannot be read: No such file",
     ),
     "TLS files for a plain URL": ({"PDQ_REDIS_URL": "redis://h"}, r"PDQ_REDIS_URL does not begin with rediss://"),
     "two passwords": ({"PDQ_REDIS_URL": "rediss://u:hidden@h"}, r"both give a (username|password)"),

@@ -1,12 +1,11 @@
 """Who we are to a NATS server, and whether we trust it: URL, credentials, TLS, and what a refusal means."""
 
-import importlib.util
-import os
 from typing import Any
 from urllib.parse import urlsplit
 
 import nats.errors
 
+from pdq.adapters.nats import credentials
 from pdq.adapters.tls import client_context
 from pdq.core.errors import InvalidSettings
 from pdq.core.settings import NatsSettings
@@ -61,19 +60,21 @@ def _credentials(settings: NatsSettings) -> dict[str, Any]:
     if settings.token:
         ways["PDQ_NATS_TOKEN"] = {"token": settings.token.reveal()}
     if settings.credentials:
-        if not importlib.util.find_spec("nkeys"):
-            raise InvalidSettings("PDQ_NATS_CREDENTIALS needs the package nkeys: `pip install nkeys`")
-        if not os.access(settings.credentials, os.R_OK):
-            raise InvalidSettings(f"PDQ_NATS_CREDENTIALS={settings.credentials!r} is no file that can be read")
+        credentials.check(settings.credentials)
         ways["PDQ_NATS_CREDENTIALS"] = {"user_credentials": settings.credentials}
     if len(ways) > 1:
         raise InvalidSettings(f"{' and '.join(ways)} are both set: a connection has one way to authenticate")
     return next(iter(ways.values()), {})
 
 
-def advice(why: str) -> str:
+def advice(why: str, settings: NatsSettings) -> str:
     """Which settings to look at after a refusal that no waiting helps."""
     if "authorization violation" in why.lower():
+        if settings.credentials:
+            return (
+                f"; the user of PDQ_NATS_CREDENTIALS={settings.credentials!r} must be of an account that this server "
+                "knows, and its JWT neither expired nor revoked"
+            )
         return "; see PDQ_NATS_USER and PDQ_NATS_PASSWORD, PDQ_NATS_TOKEN or PDQ_NATS_CREDENTIALS"
     if "CERTIFICATE_VERIFY_FAILED" in why:
         return "; its certificate is not trusted, see PDQ_NATS_TLS_CA"

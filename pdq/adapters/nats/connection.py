@@ -22,8 +22,8 @@ from nats.aio.client import Client
 from nats.aio.client import Server as KnownServer
 from nats.aio.msg import Msg
 
-from pdq.adapters.nats import access
-from pdq.core.errors import InvalidMessage, Unavailable
+from pdq.adapters.nats import access, credentials
+from pdq.core.errors import InvalidMessage, InvalidSettings, Unavailable
 from pdq.core.settings import NatsSettings
 
 PENDING_BYTES: Final = 8 * 1024 * 1024
@@ -43,13 +43,20 @@ _log = logging.getLogger(__name__)
 
 class _Client(Client):
     """Sends nothing, no credentials above all, to a server that should speak TLS and does not: nats-py would, since it
-    leaves it to the server's greeting whether a connection is encrypted."""
+    leaves it to the server's greeting whether a connection is encrypted. And reads no file of credentials before it is
+    known to be whole."""
 
     demands_tls = False
+    credentials = ""
 
     def _connect_command(self) -> bytes:
         if self.demands_tls and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError
+        if self.credentials:
+            try:
+                credentials.check(self.credentials)
+            except InvalidSettings as error:
+                raise nats.errors.Error(str(error)) from error  # which it takes for a reason to try again
         return super()._connect_command()
 
 
@@ -84,6 +91,7 @@ class Connection:
         """
         options = access.options_of(settings)
         self._client.demands_tls = access.demands_tls(settings)
+        self._client.credentials = settings.credentials
         logging.getLogger("asyncio").addFilter(_worth_telling)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
@@ -108,11 +116,11 @@ class Connection:
             self._closing = True
             await self._client.close()
             # Of several tries, the refusal that says what to change; what comes after it may be its consequence only.
-            telling = (text for text in self._reported if access.advice(text))
+            telling = (text for text in self._reported if access.advice(text, settings))
             why = next(telling, self._last_error) or "no answer"
             limit_s = f"{settings.connect_timeout_s:g} s"
             raise Unavailable(
-                f"NATS at {self.where} took no connection within {limit_s} ({why}){access.advice(why)}"
+                f"NATS at {self.where} took no connection within {limit_s} ({why}){access.advice(why, settings)}"
             ) from error
         self._reported.clear()
         self._inbox = self._client.new_inbox() + "."
@@ -305,7 +313,9 @@ class Connection:
     async def _closed(self) -> None:
         await self._lost()
         if not self._closing:
-            _log.critical("%s: NATS closed the connection for good (%s)", self.name, self._last_error)
+            # What the server itself said at the end is in no callback.
+            why = self._client.last_error or self._last_error
+            _log.critical("%s: NATS closed the connection for good (%s)", self.name, why)
 
     async def _error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
