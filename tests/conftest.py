@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-pytest_plugins = ["tests.servers"]
+pytest_plugins = ["tests.servers", "tests.faults.matrix.report"]
 
 _numbers = itertools.count(1)
 

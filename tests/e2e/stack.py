@@ -14,16 +14,18 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import psutil
-from openai import AsyncOpenAI
 
 from pdq.adapters.processes import dying_with_parent
 from pdq.connect import Connected, connect
 from pdq.core.environment import load
 from pdq.ports import Record, WorkerInfo
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 T = TypeVar("T")
 
@@ -101,7 +103,9 @@ class Stack:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def client(self) -> AsyncOpenAI:
+    def client(self) -> "AsyncOpenAI":
+        from openai import AsyncOpenAI  # takes as long to import as all else together, and few tests need it
+
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
 
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:

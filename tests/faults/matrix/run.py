@@ -45,6 +45,15 @@ class Row:
     settled_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """As a line of the table."""
+        cell = self.cell
+        step = cell.step if cell.plant == "direct" else f"{cell.step} ({cell.plant})"
+        ends = ", ".join(f"{number} {how}" for how, number in sorted(self.ends.items()))
+        seconds = f"{self.settled_s:.1f} | {self.seconds:.1f}"
+        verdict = "; ".join(self.wrong)[:120].replace("\n", " ").replace("|", "/") or "ok"
+        return f"| {cell.role} | {cell.fault} | {step} | {ends} | {self.attempts} | {seconds} | {verdict} |"
+
 
 async def undisturbed(plant: Plant) -> Texts:
     """What every request of a volley is answered when nothing is wrong."""
