@@ -29,8 +29,9 @@ def refusal(code: str, key: RecordKey, doing: str, *, state: str = "", remaining
         case errors.DeadlineExceeded.code:
             return errors.DeadlineExceeded(f"{what}: the request's deadline has passed (record is {state})")
         case errors.AttemptsExhausted.code:
+            # The request ends with it, so it is its requester who reads this.
             return errors.AttemptsExhausted(
-                f"{what}: every attempt that its policy allows was made (record is {state})"
+                "every attempt that the request's policy allows was made, and none succeeded"
             )
         case _:
             raise ValueError(f"unknown refusal code {code!r}")

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 from pdq import failpoints
 from pdq.core import names
 from pdq.core.errors import (
+    BadInput,
     DeadlineExceeded,
     IllegalTransition,
     PdqError,
@@ -30,6 +31,13 @@ _WIRE: Final[Mapping[State, Literal["failed", "cancelled", "expired"]]] = {
     State.CANCELLED: "cancelled",
     State.EXPIRED: "expired",
 }
+_LATE: Final[Mapping[State, str]] = {
+    State.QUEUED: "while it waited for its turn",
+    State.PREFILLING: "while its prompt was being computed",
+    State.READY: "when its prompt was computed, before its answer could go on",
+    State.FETCHED: "while its answer was being generated",
+}
+"""Where a request was when its deadline passed, in words for its requester, who knows nothing of a record's states."""
 
 
 def ending(error: PdqError) -> Event:
@@ -63,6 +71,8 @@ class Endings:
         if failpoints.armed:
             await failpoints.hit("ending.before", key.request_id)
         event = ending(error)
+        if event is Event.EXPIRE:
+            error = await self._late(key) or error
         changes = Changes(ended_code=error.code, ended_message=str(error), emitted=emitted or None)
         detail = {"code": error.code, **(note or {})}
         try:
@@ -71,12 +81,21 @@ class Endings:
             )
         except (RecordEnded, RecordNotFound, StaleEpoch, IllegalTransition):
             return False
-        log.warning("request %s ends %s: %s", key.request_id, record.state, error)
+        log.log(_level(error), "request %s ends %s: %s", key.request_id, record.state, error)
         if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
             return True
         await self.tell_holders(key)
         await self.again(record, record.emitted)
         return True
+
+    async def _late(self, key: RecordKey) -> DeadlineExceeded | None:
+        """Whoever notices that a deadline has passed need not know where the request is."""
+        record = await self._ledger.read(key)
+        if record is None or record.state.terminal:
+            return None
+        return DeadlineExceeded(
+            f"the request's deadline passed {_LATE[record.state]}: give it more time, or ask for fewer tokens"
+        )
 
     async def repeat(self, key: RecordKey) -> None:
         """The request has ended, and there still was a job for it: whoever ended it may have died before it said so. Who
@@ -105,6 +124,11 @@ class Endings:
     async def _emit(self, record: Record, end: End, seq: int) -> None:
         entry = TokenEntry(request_id=record.key.request_id, seq=seq, end=end, client_id=record.client_id)
         await self._outbox.send(record.reply_to, (entry,))
+
+
+def _level(error: PdqError) -> int:
+    """What a requester asked for, or did wrong, is no trouble of the operator's."""
+    return logging.INFO if isinstance(error, BadInput | DeadlineExceeded | RequestCancelled) else logging.WARNING
 
 
 async def ended_by(ledger: HandoffLedger, key: RecordKey) -> str:

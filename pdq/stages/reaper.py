@@ -77,8 +77,7 @@ class Reaper:
                 # Until it is settled: this reaper may die, too.
                 await self._ledger.reap(key, look_again=True)
             elif record.deadline_ms <= now_ms:
-                late = errors.DeadlineExceeded(f"the deadline passed while the request was {record.state}")
-                await self._endings.unhappy(key, late)
+                await self._endings.unhappy(key, errors.DeadlineExceeded("the request's deadline has passed"))
             elif record.state is State.PREFILLING and _ran_out(record, Event.REQUEUE, now_ms):
                 # Its job is unacknowledged and will be delivered again.
                 await self._put_back(record, Event.REQUEUE)

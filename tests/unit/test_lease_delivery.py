@@ -78,13 +78,19 @@ def test_backoff_grows_and_is_bounded(deliveries: int) -> None:
 REFUSALS = ["RecordNotFound", "RecordEnded", "IllegalTransition", "StaleEpoch", "LeaseHeld", "DeadlineExceeded"]
 
 
-@pytest.mark.parametrize("name", [*REFUSALS, "AttemptsExhausted"])
+@pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_says_what_was_refused_for_whom(name: str) -> None:
     kind = getattr(errors, name)
     error = refusal(kind.code, RecordKey("m/x", "r1"), "begin", state="ready", remaining_ms=7)
     assert type(error) is kind
     assert str(error).startswith("begin of request r1 (model m/x): ")
     assert name == "RecordNotFound" or "ready" in str(error)
+
+
+def test_a_refusal_that_ends_the_request_is_in_words_for_its_requester() -> None:
+    error = refusal("attempts_exhausted", RecordKey("m/x", "r1"), "begin", state="prefilling")
+    assert type(error) is errors.AttemptsExhausted
+    assert "record" not in str(error)
 
 
 def test_an_unknown_refusal_is_a_bug() -> None:
