@@ -177,7 +177,8 @@ def _validator(name: str, version: str) -> Draft202012Validator:
 @cache
 def _definitions(version: str) -> Registry[Any]:
     definitions = "_definitions.json"
-    return Registry().with_resource(definitions, DRAFT202012.create_resource(_schema(definitions, version)))
+    # Crawled here once; otherwise at every reference that is looked up, which are thousands.
+    return Registry().with_resource(definitions, DRAFT202012.create_resource(_schema(definitions, version))).crawl()
 
 
 def _schema(file: str, version: str) -> Any:

@@ -1,5 +1,6 @@
 """Hypothesis strategies for any wire type, made from what msgspec knows of it (not from the generated schemas)."""
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec import inspect as mi
 from pdq.core import layout, messages
 
 
+@cache
 def instances(kind: Any) -> st.SearchStrategy[Any]:
     """Instances of a Struct type, or of a union of them."""
     return _of(mi.type_info(kind))
