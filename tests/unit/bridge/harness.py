@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -60,6 +61,14 @@ def settings(**groups: dict[str, Any]) -> Settings:
         handoff=HandoffSettings(**chosen.get("handoff", {})),
         admission=AdmissionSettings(**chosen.get("admission", {})),
     )
+
+
+SHORT_SILENCE = settings(bridge={"silence_s": 0.05})
+
+
+def events(text: str) -> list[dict[str, object] | str]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def worker_info(pool: Pool, *, aggregated: bool = False, max_context: int = MAX_CONTEXT) -> WorkerInfo:
@@ -261,3 +270,5 @@ async def _work(world: Rig, queue: Queue, script: Script) -> None:
 
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": MESSAGES}

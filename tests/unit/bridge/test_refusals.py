@@ -10,9 +10,8 @@ from pdq.core.errors import Overloaded, PdqError, Unavailable
 from pdq.core.handoff import State
 from pdq.core.settings import QueueSettings
 from pdq.ports import Pool
-from tests.unit.bridge.harness import MESSAGES, MODEL, rig, settings, until
+from tests.unit.bridge.harness import CHAT, MESSAGES, MODEL, rig, settings, until
 
-CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 GOOD = {"model": MODEL, "messages": MESSAGES}
 PROMPT = {"model": MODEL, "prompt": "hello"}
