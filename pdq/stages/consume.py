@@ -93,6 +93,7 @@ class Consumer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _pull_forever(self) -> None:
+        failing = False
         while True:
             await self._room.until(lambda: self._free() > 0)
             order = admission.pull_order(self._pulls, self._parts.settings.admission)
@@ -101,9 +102,12 @@ class Consumer:
                     self._queue, self._parts.model, limit=self._free(), wait_s=PULL_WAIT_S, order=order
                 )
             except PdqError as error:
-                log.warning("cannot pull from %s (%s): %s", self._queue, error.code, error)
+                level = logging.DEBUG if failing else logging.WARNING  # once, however long it lasts
+                log.log(level, "cannot pull from %s (%s): %s", self._queue, error.code, error)
+                failing = True
                 await asyncio.sleep(0.5)
                 continue
+            failing = False
             self._pulls += 1
             for delivery in deliveries:
                 task = asyncio.create_task(self._one(delivery))

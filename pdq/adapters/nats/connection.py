@@ -38,6 +38,9 @@ PING_S: Final = 10
 PINGS_UNANSWERED: Final = 2
 """A broker that hangs, or whose host is gone, is noticed after half a minute."""
 
+_GONE: Final = (ConnectionError, nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError)
+"""What breaks a connection, and each attempt to make it anew: told once, with the loss."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -123,6 +126,7 @@ class Connection:
                 f"NATS at {self.where} took no connection within {limit_s} ({why}){access.advice(why, settings)}"
             ) from error
         self._reported.clear()
+        self._last_error = ""
         self._inbox = self._client.new_inbox() + "."
         await self._client.subscribe(
             self._inbox + "*",
@@ -299,14 +303,16 @@ class Connection:
         if not self._up.is_set():
             return
         self._up.clear()
-        if not self._closing:
-            _log.warning("%s: lost NATS at %s; reconnecting", self.name, self.where)
+        if not self._closing and not self.closed:
+            why = self._last_error or "it does not answer"
+            _log.warning("%s: lost NATS at %s (%s); reconnecting", self.name, self.where, why)
         self._fail_requests("the connection was lost")
         for callback in self._on_lost:
             callback()
 
     async def _back(self) -> None:
         self._reported.clear()
+        self._last_error = ""
         self._up.set()
         _log.info("%s: NATS at %s is back", self.name, self.where)
 
@@ -320,11 +326,14 @@ class Connection:
     async def _error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.slow_consumer_drops += 1
-        self._last_error = text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        gone = isinstance(error, _GONE)
+        if gone or not self._up.is_set():
+            self._last_error = text
         if text not in self._reported and not self._closing:
             self._reported.add(text)
             # While it is being opened, who opens it is told by an error that says all this.
-            level = logging.WARNING if self._inbox else logging.INFO
+            level = logging.INFO if not self._inbox else logging.DEBUG if gone else logging.WARNING
             _log.log(level, "%s: NATS at %s: %s", self.name, self.where, text)
 
     def _fail_requests(self, why: str) -> None:
