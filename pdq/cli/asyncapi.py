@@ -30,8 +30,9 @@ have.
 as long as its `reply_to` can be read.
 5. Frames travel at most once. If you miss something (`seq` is beyond what you have), or hear nothing for some seconds,
 send a `StatusQuestion` to `pdq.status` (a NATS request). The `StatusAnswer` says what has become of the job, and what
-you lack comes to `reply_to` again, the end included. No answer: ask again. `unknown`: it was turned away, or has ended
-long ago; publish it again if you still want it.
+you lack comes to `reply_to` again, the end included. No answer: ask again. `unknown`: it was turned away, its time
+in the queue ran out, or it has ended long ago; publish it again if you still want it. What you publish again under the
+same `Nats-Msg-Id` must have the same `reply_to`.
 
 If a decode worker dies in the middle of a stream, the next one asks the owner of `reply_to` which tokens it has (a NATS
 request, `OutputQuestion`) and goes on from there. Answer with `OutputAnswer`; `wanted: false` or no answer within the

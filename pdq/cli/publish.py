@@ -57,6 +57,9 @@ class Request:
         self._frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
         self._output = Assembler()
         self._sequence = 0
+        assert job.timeout_ms is not None
+        self._timeout_s = job.timeout_ms / 1000
+        self._late_at = 0.0
 
     async def entries(self) -> AsyncGenerator[TokenEntry, None]:
         """Publish; then every token once, in order, and the end.
@@ -65,20 +68,18 @@ class Request:
             DeadlineExceeded: the request's timeout has passed and nobody said a word about its end.
             JobLost: nobody knows of the job any more.
         """
-        job, clock = self._job, asyncio.get_running_loop().time
-        assert job.timeout_ms is not None
-        timeout_s = job.timeout_ms / 1000
-        give_up = clock() + timeout_s + GRACE_S
+        job = self._job
+        self._late_at = asyncio.get_running_loop().time() + self._timeout_s
         subscription = await self._system.bus.receive(job.reply_to, self._frames.put_nowait, self._answer)
         try:
             self._sequence = await self._system.queue.publish(
-                Queue.PREFILL, job.model, encode(job), priority=job.priority, ttl_s=timeout_s
+                Queue.PREFILL, job.model, encode(job), priority=job.priority, ttl_s=self._timeout_s
             )
             while not self._output.ended:
                 for entry in await self._arrivals():
                     yield entry
-                if not self._output.ended and clock() > give_up:
-                    raise DeadlineExceeded(f"no worker ended the request within {timeout_s:g} s")
+                if not self._output.ended:
+                    self._in_time(GRACE_S)
         finally:
             await subscription.close()
 
@@ -118,7 +119,12 @@ class Request:
         with contextlib.suppress(Unavailable):
             answer = await self._system.bus.ask_status(question, ANSWER_S)
         if answer is not None and answer.state == "unknown" and self._frames.empty():
+            self._in_time()
             raise JobLost("the job was turned away, or its request has ended long ago; nobody knows more of it")
+
+    def _in_time(self, grace_s: float = 0.0) -> None:
+        if asyncio.get_running_loop().time() > self._late_at + grace_s:
+            raise DeadlineExceeded(f"no worker ended the request within {self._timeout_s:g} s")
 
 
 async def served_model(system: System, wanted: str | None) -> str:

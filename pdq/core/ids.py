@@ -20,6 +20,11 @@ def derive_request_id(unix_ms: int, salt: str, queue: str, model: str, sequence:
     return _uuid7(unix_ms, int.from_bytes(digest[:10], "big") & ((1 << 74) - 1))
 
 
+def minted_ms(request_id: str) -> int:
+    """The Unix milliseconds in an id of ours."""
+    return uuid.UUID(request_id).int >> 80
+
+
 def mint_secret() -> str:
     """128 random bits, hex: what a transport asks for before it serves a handoff's bytes."""
     return secrets.token_hex(16)

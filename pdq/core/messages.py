@@ -273,14 +273,15 @@ class StatusQuestion(Struct, frozen=True, tag="status_question"):
 
     model: str
     stream: str
-    sequence: Annotated[int, Meta(ge=1)]
+    sequence: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     reply_to: str
-    next_seq: Annotated[int, Meta(ge=0)] = 0
+    next_seq: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class StatusAnswer(Struct, frozen=True, omit_defaults=True):
     """``state`` is the request's, in the words of docs/states.md; or ``waiting``: no worker has taken the job yet; or
-    ``unknown``: there is no such job, or not any more. It was turned away, or it has ended long ago."""
+    ``unknown``: there is no such job, or not any more. It was turned away, its time in the queue ran out, or it has ended
+    long ago."""
 
     state: Literal[
         "unknown", "waiting", "queued", "prefilling", "ready", "fetched", "done", "failed", "cancelled", "expired"

@@ -111,6 +111,9 @@ class JobQueue(Protocol):
     async def find(self, queue: Queue, sequence: int) -> StoredJob | None:
         """The job at that place, delivered or not; None: somebody is done with it, or there never was one."""
 
+    async def created_ms(self, queue: Queue) -> int:
+        """When the queue's stream was made, Unix milliseconds on the broker's clock. Sequences count from then on."""
+
     async def dead(self, model: str) -> int:
         """How many dead letters there are."""
 

@@ -85,7 +85,7 @@ class Endings:
         if failpoints.armed and await failpoints.hit("ending.after", key.request_id):
             return True
         await self.tell_holders(key)
-        await self.again(record, record.emitted)
+        await self._outbox.send(record.reply_to, (_last(record, record.emitted),))
         return True
 
     async def _late(self, key: RecordKey) -> DeadlineExceeded | None:
@@ -106,7 +106,9 @@ class Endings:
 
     async def again(self, record: Record, delivered: int) -> None:
         """Send the end of a terminal record to a requester that has ``delivered`` tokens."""
-        await self._emit(record, recorded_end(record, delivered), delivered)
+        if record.state is State.DONE:
+            delivered = min(delivered, record.emitted)  # nobody has more
+        await self._outbox.repeat(record.reply_to, _last(record, delivered))
 
     async def resend(self, model: str, wanted: Resend) -> None:
         """What this worker has sent from there on. If it knows nothing of that any more, and was the one that ended the
@@ -121,14 +123,15 @@ class Endings:
     async def tell_holders(self, key: RecordKey) -> None:
         await self._bus.control(names.CANCEL_SUBJECT, Cancel((key.request_id,)))
 
-    async def _emit(self, record: Record, end: End, seq: int) -> None:
-        entry = TokenEntry(request_id=record.key.request_id, seq=seq, end=end, client_id=record.client_id)
-        await self._outbox.send(record.reply_to, (entry,))
-
 
 def _level(error: PdqError) -> int:
     """What a requester asked for, or did wrong, is no trouble of the operator's."""
     return logging.INFO if isinstance(error, BadInput | DeadlineExceeded | RequestCancelled) else logging.WARNING
+
+
+def _last(record: Record, delivered: int) -> TokenEntry:
+    end = recorded_end(record, delivered)
+    return TokenEntry(request_id=record.key.request_id, seq=delivered, end=end, client_id=record.client_id)
 
 
 async def ended_by(ledger: HandoffLedger, key: RecordKey) -> str:

@@ -27,11 +27,18 @@ class Outbox:
         kept = tuple(entries)
         for entry in kept:
             self.remember(entry)
-        await self._bus.send(reply_to, TokenFrame(worker=self._worker, entries=kept))
+        await self._frame(reply_to, kept)
+
+    async def repeat(self, reply_to: str, entry: TokenEntry) -> None:
+        """Something that was sent before, or should have been: it adds nothing to what is remembered."""
+        await self._frame(reply_to, (entry,))
 
     async def resend(self, wanted: Resend) -> bool:
         """False if nothing is known here from there on."""
         entry = self._sent.since(wanted.request_id, wanted.seq)
         if entry is not None:
-            await self._bus.send(wanted.reply_to, TokenFrame(worker=self._worker, entries=(entry,)))
+            await self.repeat(wanted.reply_to, entry)
         return entry is not None
+
+    async def _frame(self, reply_to: str, entries: tuple[TokenEntry, ...]) -> None:
+        await self._bus.send(reply_to, TokenFrame(worker=self._worker, entries=entries))

@@ -11,6 +11,7 @@ from pdq.adapters import nats as nats_adapter
 from pdq.adapters.processes import Server, nats_server
 from pdq.core import names
 from pdq.core.errors import InvalidSettings, Overloaded, Unavailable
+from pdq.core.messages import StatusAnswer, StatusQuestion, encode
 from pdq.core.settings import NatsSettings, QueueSettings
 from pdq.ports import JobQueue, Queue
 from tests.conformance.brokers import NatsPlace, eventually
@@ -106,6 +107,52 @@ async def test_a_broker_that_lost_everything_is_set_up_again(tmp_path: Path, mod
     assert await drain(queue, model, 1) == [b"x"]
     await place.close()
     await empty.stop()
+
+
+async def test_streams_that_were_made_anew_say_so(own_server: Server, model: str) -> None:
+    """Sequences count from one again: a place from before is another job's now."""
+    place = NatsPlace(own_server.url, SETTINGS)
+    queue, connection = await place.queue(), await place.connection()
+    await queue.publish(PREFILL, model, b"x")
+    before = await queue.created_ms(PREFILL)
+    job = await queue.find(PREFILL, 1)
+    assert job is not None
+    assert before <= job.published_ms
+    await connection.request("$JS.API.STREAM.DELETE.PDQ_PREFILL", b"", timeout_s=5)
+    assert await queue.publish(PREFILL, model, b"y") == 1
+    assert await queue.created_ms(PREFILL) > job.published_ms
+    await place.close()
+
+
+async def test_an_answer_goes_nowhere_but_to_whoever_asked(own_server: Server, model: str) -> None:
+    """Who asks names the subject of the answer; who answers may publish where the asker may not."""
+    place = NatsPlace(own_server.url, SETTINGS)
+    queue, bus, connection = await place.queue(), await place.bus(), await place.connection()
+
+    async def answer(question: StatusQuestion) -> StatusAnswer:
+        return StatusAnswer("unknown")
+
+    await bus.answer_status(answer)
+    question = StatusQuestion(model, "PDQ_PREFILL", 1, "pdq.tokens.a")
+    wrong = [names.dead_subject("prefill", model), names.prefill_subject(model), names.STATUS_SUBJECT, ""]
+    wrong += [names.worker_subject("w"), "$JS.API.STREAM.PURGE.PDQ_PREFILL"]
+    await queue.publish(PREFILL, model, b"x")
+    for reply in wrong:
+        await connection.publish(names.STATUS_SUBJECT, encode(question), reply)
+    assert await bus.ask_status(question, 5) == StatusAnswer("unknown")
+    assert bus.junk == len(wrong)
+    assert await queue.dead(model) == 0
+    assert await drain(queue, model, 1) == [b"x"]
+    assert await nothing(queue, model)
+    await place.close()
+
+
+async def test_closing_while_the_broker_is_away_is_quiet(own_server: Server, model: str) -> None:
+    connection = await nats_adapter.connect(NatsSettings(url=own_server.url), "test")
+    own_server.child.signal(signal.SIGKILL)
+    await connection.publish("pdq.tokens.a", b"x" * 1000)
+    await connection.close()
+    assert connection.closed
 
 
 async def test_a_consumer_that_vanished_is_made_again(own_server: Server, model: str) -> None:

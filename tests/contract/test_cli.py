@@ -17,7 +17,7 @@ from pdq.ports import Changes
 from tests.contract.commands import Cli, finish
 from tests.contract.scripted import LAYOUT, WORKER, ScriptedWorker, until
 
-REQUEST = "0197c0de-0000-7000-8000-0000000000"
+REQUEST = "03bb2cc3-d800-7000-8000-0000000000"
 
 
 # --- Looking at a system ----------------------------------------------------------------------------------------------

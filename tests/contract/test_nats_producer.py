@@ -19,7 +19,7 @@ from pdq.ports import Changes
 from tests.contract.scripted import WORKER, ScriptedWorker, scripted_worker, until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "nats_producer.py"
-REQUEST = "0197c0de-0000-7000-8000-000000000001"
+REQUEST = "03bb2cc3-d800-7000-8000-000000000001"
 
 
 async def run_producer(nats_url: str, model: str, prompt: str) -> tuple[int, str, str]:
@@ -43,7 +43,7 @@ async def worker(nats: Server, valkey: Server, model: str) -> AsyncIterator[Scri
 
 def test_the_example_is_short_and_needs_only_nats_and_the_standard_library() -> None:
     text = SCRIPT.read_text()
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 45
     assert [line for line in text.splitlines() if "import" in line] == [
         "import asyncio, json, os, re, sys, nats  # noqa: E401, I001"
     ]

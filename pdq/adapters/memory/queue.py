@@ -100,6 +100,7 @@ class MemoryQueue:
     def __init__(self, settings: QueueSettings) -> None:
         self.letters: list[DeadLetter] = []
         self._settings = settings
+        self._created_ms = time.time_ns() // 1_000_000
         self._sequences = dict.fromkeys(Queue, 0)
         self._stored = dict.fromkeys(Queue, 0)
         self._lanes: dict[tuple[Queue, str], _Lane] = {}
@@ -190,6 +191,9 @@ class MemoryQueue:
                 if (place, job.sequence) == (queue, sequence):
                     return job.stored()
         return None
+
+    async def created_ms(self, queue: Queue) -> int:
+        return self._created_ms
 
     async def dead(self, model: str) -> int:
         return sum(letter.model == model for letter in self.letters)

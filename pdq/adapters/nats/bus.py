@@ -83,7 +83,7 @@ class NatsBus:
                 else:
                     question = decode(message.data, OutputQuestion)
                     if answer is not None:
-                        self._connection.post(message.reply, encode(answer(question.request_id)))
+                        self._reply(message, answer(question.request_id))
             except InvalidMessage as error:
                 self._count_junk(subject, error)
 
@@ -106,7 +106,7 @@ class NatsBus:
             except InvalidMessage as error:
                 self._count_junk(subject, error)
             else:
-                self._connection.post(message.reply, encode(answer()))
+                self._reply(message, answer())
 
         return await self._connection.subscribe(subject, handle)
 
@@ -121,7 +121,7 @@ class NatsBus:
                 self._count_junk(names.STATUS_SUBJECT, error)
                 return
             try:
-                self._connection.post(message.reply, encode(await answer(question)))
+                self._reply(message, await answer(question))
             except Unavailable as error:  # no answer: the producer asks again
                 _log.info("cannot say what became of job %d: %s", question.sequence, error)
 
@@ -169,6 +169,13 @@ class NatsBus:
             await asyncio.sleep(min(ASK_AGAIN_S, left_s))
         await self._connection.settled()  # it is the other side that does not answer, not the broker
         return None
+
+    def _reply(self, question: Msg, answer: Struct) -> None:
+        """Whoever asks names the subject of the answer, and may have fewer rights than who answers."""
+        if names.publishable(question.reply):
+            self._connection.post(question.reply, encode(answer))
+        else:
+            self._count_junk(question.subject, InvalidMessage(f"{question.reply!r} is no subject for an answer"))
 
     def _count_junk(self, subject: str, error: InvalidMessage) -> None:
         self.junk += 1

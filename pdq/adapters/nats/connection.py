@@ -144,7 +144,8 @@ class Connection:
         with contextlib.suppress(TimeoutError, OSError, nats.errors.Error):  # the broker is away: nothing to drain to
             async with asyncio.timeout(DRAIN_S):
                 await self._client.drain()
-        await self._client.close()
+        with contextlib.suppress(OSError, nats.errors.Error):
+            await self._client.close()
 
     # --- State ---
 

@@ -182,6 +182,13 @@ class NatsQueue:
         found = await self._get(queue.stream, {"seq": sequence})
         return None if found is None else found.job()
 
+    async def created_ms(self, queue: Queue) -> int:
+        try:
+            info: dict[str, Any] = await ask(self.connection, f"STREAM.INFO.{queue.stream}")
+        except ApiRefused as error:
+            raise Unavailable(f"cannot say since when there is {queue.stream}: {error}") from error
+        return _unix_ms(info["created"])
+
     async def dead(self, model: str) -> int:
         return await self._stored(names.DEAD_STREAM, names.dead_subject("*", model))
 

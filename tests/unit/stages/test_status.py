@@ -3,9 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
+from pdq.adapters.memory.queue import MemoryQueue
 from pdq.core import names
 from pdq.core.handoff import Event
-from pdq.core.ids import derive_request_id
+from pdq.core.ids import minted_ms
 from pdq.core.lease import RecordKey
 from pdq.core.messages import (
     Control,
@@ -19,6 +20,7 @@ from pdq.core.messages import (
     Usage,
     encode,
 )
+from pdq.core.settings import QueueSettings
 from pdq.ports import Changes, NewRecord, Pool, Queue, Record
 from pdq.stages.accept import Accept
 from pdq.stages.endings import Endings
@@ -29,7 +31,9 @@ from tests.unit.bridge.harness import worker_info
 from tests.unit.stages.parts import MODEL, REPLY_TO, TTL_MS, World
 
 STREAM = Queue.PREFILL.stream
-REQUEST = "0197c0de-0000-7000-8000-000000000001"
+REQUEST = "03bb2cc3-d800-7000-8000-000000000001"
+"""Of the year 2100: younger than any queue of a test."""
+JOB = encode(PrefillJob(MODEL, REPLY_TO, prompt="hello"))
 
 
 class Desk:
@@ -37,11 +41,14 @@ class Desk:
 
     def __init__(self) -> None:
         self.world = World()
-        endings = Endings(self.world.ledger, self.world.bus, Outbox(self.world.bus, "reaper"), "reaper")
-        self._status = Status(self.world.ledger, self.world.queue, self.world.bus, self.world.registry, endings)
 
-    async def ask(self, next_seq: int = 0, sequence: int = 1, reply_to: str = REPLY_TO) -> StatusAnswer:
-        return await self._status.answer(StatusQuestion(MODEL, STREAM, sequence, reply_to, next_seq))
+    async def ask(
+        self, next_seq: int = 0, *, stream: str = STREAM, sequence: int = 1, reply_to: str = REPLY_TO
+    ) -> StatusAnswer:
+        world = self.world
+        endings = Endings(world.ledger, world.bus, Outbox(world.bus, "reaper"), "reaper")
+        status = Status(world.ledger, world.queue, world.bus, world.registry, endings)
+        return await status.answer(StatusQuestion(MODEL, stream, sequence, reply_to, next_seq))
 
     async def accepted(self) -> Record:
         key = RecordKey(MODEL, REQUEST)
@@ -76,6 +83,11 @@ async def the_end(desk: Desk) -> tuple[int, End]:
     return entry.seq, entry.end
 
 
+class MadeAnew(MemoryQueue):
+    async def created_ms(self, queue: Queue) -> int:
+        return minted_ms(REQUEST) + 1
+
+
 @pytest.fixture
 async def desk() -> Desk:
     desk = Desk()
@@ -83,51 +95,57 @@ async def desk() -> Desk:
     return desk
 
 
-async def test_a_job_in_the_queue_waits(desk: Desk) -> None:
-    await desk.world.queue.publish(Queue.PREFILL, MODEL, b"job")
+async def test_a_job_in_the_queue_or_in_a_workers_hands_waits_until_it_has_a_record(desk: Desk) -> None:
+    await desk.world.queue.publish(Queue.PREFILL, MODEL, JOB)
     assert await desk.ask() == StatusAnswer("waiting")
-
-
-async def test_a_job_in_a_workers_hands_waits_until_it_has_a_record(desk: Desk) -> None:
-    await desk.world.queue.publish(Queue.PREFILL, MODEL, b"job")
-    await desk.world.queue.pull(Queue.PREFILL, MODEL, limit=1, wait_s=0)
+    [delivery] = await desk.world.queue.pull(Queue.PREFILL, MODEL, limit=1, wait_s=0)
     assert await desk.ask() == StatusAnswer("waiting")
-    await desk.accepted()
-    assert await desk.ask() == StatusAnswer("queued", REQUEST)
-
-
-async def test_a_job_that_a_worker_was_done_with_just_now_is_not_unknown(desk: Desk) -> None:
-    """Between the two questions, to the ledger and to the queue, it got its record and left the queue."""
-    find = desk.world.queue.find
-
-    async def find_late(queue: Queue, sequence: int) -> object:
-        await desk.accepted()
-        return await find(queue, sequence)
-
-    desk.world.queue.find = find_late  # type: ignore[method-assign, assignment]
-    assert await desk.ask() == StatusAnswer("queued", REQUEST)
+    _, key = await Accept(desk.world.parts).job(delivery, Queue.PREFILL)
+    assert await desk.ask() == StatusAnswer("queued", key.request_id)
+    await delivery.ack()
+    assert await desk.ask() == StatusAnswer("queued", key.request_id)
 
 
 @pytest.mark.parametrize("stream", ["PDQ_PREFILL", "PDQ_LOCAL", "ORDERS"])
-async def test_a_job_that_never_was_is_unknown(stream: str) -> None:
-    status = Desk()._status
-    assert await status.answer(StatusQuestion(MODEL, stream, 7, REPLY_TO)) == StatusAnswer("unknown")
+async def test_a_job_that_never_was_is_unknown(desk: Desk, stream: str) -> None:
+    assert await desk.ask(stream=stream, sequence=7) == StatusAnswer("unknown")
+
+
+@pytest.mark.parametrize("done_with", [False, True])
+async def test_a_place_that_is_used_again_leads_to_no_earlier_request(desk: Desk, done_with: bool) -> None:
+    """The stream was lost and made anew; a producer may keep its subject for all its requests."""
+    await desk.done()
+    queue = desk.world.queue = MadeAnew(QueueSettings())
+    await queue.publish(Queue.PREFILL, MODEL, JOB)
+    if done_with:
+        [delivery] = await queue.pull(Queue.PREFILL, MODEL, limit=1, wait_s=0)
+        await delivery.ack()
+    assert await desk.ask() == StatusAnswer("unknown" if done_with else "waiting")
+    assert not desk.world.got
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        PrefillJob(MODEL, "pdq.tokens.another", prompt="secret"),
+        PrefillJob("another", REPLY_TO, prompt="secret"),
+        PrefillJob(MODEL, REPLY_TO, prompt_token_ids=(1,), request_id=REQUEST),
+    ],
+    ids=["another's", "of another model", "published by pdq itself"],
+)
+async def test_nobody_learns_of_a_job_in_the_queue_that_is_not_his(desk: Desk, job: PrefillJob) -> None:
+    await desk.world.queue.publish(Queue.PREFILL, job.model, encode(job))
+    assert await desk.ask() == StatusAnswer("unknown")
+
+
+async def test_junk_in_the_queue_is_unknown(desk: Desk) -> None:
+    await desk.world.queue.publish(Queue.PREFILL, MODEL, b"\xff[")
+    assert await desk.ask() == StatusAnswer("unknown")
 
 
 async def test_nobody_learns_of_a_job_with_another_reply_subject(desk: Desk) -> None:
     await desk.done()
     assert await desk.ask(reply_to="pdq.tokens.another") == StatusAnswer("unknown")
-
-
-async def test_a_request_is_found_by_the_job_that_a_worker_accepted_for_a_producer(desk: Desk) -> None:
-    job = PrefillJob(MODEL, REPLY_TO, prompt="hello")
-    sequence = await desk.world.queue.publish(Queue.PREFILL, MODEL, encode(job))
-    [delivery] = await desk.world.queue.pull(Queue.PREFILL, MODEL, limit=1, wait_s=0)
-    await Accept(desk.world.parts).job(delivery, Queue.PREFILL)
-    await delivery.ack()
-    salt = await desk.world.ledger.salt()
-    derived = derive_request_id(delivery.published_ms, salt, "prefill", MODEL, sequence)
-    assert await desk.ask(sequence=sequence) == StatusAnswer("queued", derived)
 
 
 async def test_the_worker_that_streams_is_told_to_send_what_is_missing(desk: Desk) -> None:
@@ -149,6 +167,12 @@ async def test_the_worker_that_ended_it_well_is_told_to_send_what_is_missing_whi
 async def test_when_that_worker_is_gone_and_only_the_end_is_missing_the_record_has_it(desk: Desk) -> None:
     await desk.done(emitted=5)
     assert await desk.ask(next_seq=5) == StatusAnswer("done", REQUEST)
+    assert await the_end(desk) == (5, End("done", "stop", usage=Usage(10, 5)))
+
+
+async def test_what_a_producer_claims_to_have_beyond_the_end_is_not_believed(desk: Desk) -> None:
+    await desk.done(emitted=5)
+    await desk.ask(next_seq=2**31 - 1)
     assert await the_end(desk) == (5, End("done", "stop", usage=Usage(10, 5)))
 
 
@@ -186,6 +210,20 @@ async def test_a_worker_that_has_forgotten_a_request_which_it_ended_says_what_th
     await desk.done(emitted=5)
     [entry] = await worker_is_asked(desk, "decode-1", 5)
     assert (entry.seq, entry.end) == (5, End("done", "stop", usage=Usage(10, 5)))
+
+
+async def test_a_worker_that_is_asked_for_more_than_there_is_forgets_nothing_of_what_it_sent(desk: Desk) -> None:
+    await desk.done(emitted=2)
+    world = desk.world
+    outbox = Outbox(world.bus, "decode-1")
+    sent = TokenEntry(REQUEST, 0, (7, 8), ("a", "b"), end=End("done", "stop", usage=Usage(10, 2)))
+    await outbox.send(REPLY_TO, (sent,))
+    endings = Endings(world.ledger, world.bus, outbox, "decode-1")
+    for seq in (2**31 - 1, 0):
+        await endings.resend(MODEL, Resend(REQUEST, seq, REPLY_TO))
+    await until(lambda: len(world.got) == 3)
+    beyond = TokenEntry(REQUEST, 2, end=End("done", "stop", usage=Usage(10, 2)))
+    assert world.got == [sent, beyond, sent]
 
 
 async def test_a_worker_says_nothing_of_a_request_that_another_one_ended(desk: Desk) -> None:
