@@ -1,5 +1,6 @@
 """Draining and restarting as commands: what they tell workers, show, write down, and end with."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -167,8 +168,8 @@ async def test_a_worker_with_a_tier_is_told_to_spill(cli: Cli, worker: ScriptedW
 
 async def test_servers_that_do_not_answer_are_status_3(cli: Cli) -> None:
     (cli.state_dir / "env").write_text("PDQ_NATS_URL=nats://127.0.0.1:1\nPDQ_REDIS_URL=redis://127.0.0.1:1/0\n")
-    for command in ("drain", "undrain", "restart"):
-        status, out, _ = await cli.run(command, "prefill", "--model", "m")
+    runs = (cli.run(command, "prefill", "--model", "m") for command in ("drain", "undrain", "restart"))
+    for status, out, _ in await asyncio.gather(*runs):
         assert (status, out) == (3, "")
 
 
