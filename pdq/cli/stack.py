@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.05
 CHECK_S: Final = 0.1
+SIGNALS_APART_S: Final = 0.2
+"""Two signals of a kind that are sent at once may arrive as one."""
 HURRY_S: Final = 5.0
 """For a child to release what it holds, when nothing is waited for any more."""
 
@@ -93,9 +95,11 @@ class Stack:
                         await self._tell_fixed(system)
                         self._start_parts(system)
                         yield self
-                    except PdqError as error:
-                        log.error("stopping: %s", error)
-                        hurry.set()  # a part is broken for good: waiting for others to drain would only hide that
+                    except PdqError:
+                        # A part is broken for good: waiting for others to drain would only hide that. What is wrong
+                        # is the program's last word (``runtime.run``).
+                        log.info("stopping: a part has failed")
+                        hurry.set()
                         raise
                     finally:
                         await self._stop_parts(hurry)
@@ -259,8 +263,13 @@ class Stack:
         return [bridge, *workers, reaper]
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
+        """The second SIGTERM ends a program without its drain, whether or not it has had its first by then."""
         await hurry.wait()
-        for number, pause_s in ((signal.SIGTERM, HURRY_S), (signal.SIGKILL, 0)):
+        for number, pause_s in (
+            (signal.SIGTERM, SIGNALS_APART_S),
+            (signal.SIGTERM, HURRY_S),
+            (signal.SIGKILL, 0),
+        ):
             for child in chain.from_iterable(self._children()):
                 child.signal(number)
             await asyncio.sleep(pause_s)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_a_killed_pdq_up_takes_everything_with_it(tmp_path: Path) -> None:
             "all children are gone",
             90,
         )
+
+
+def test_without_its_broker_pdq_up_ends_soon_says_so_once_and_answers_who_still_waits(tmp_path: Path) -> None:
+    slow = {"PDQ_SIM_STEP_MS": "20"}
+    with pytest.raises(AssertionError, match="exit status 3"), running(tmp_path / "state", *SIM, env=slow) as stack:
+        body = {"model": stack.model, "prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(httpx.post, f"{stack.url}/v1/completions", json=body, timeout=60)
+            wait_for(stack.live, "a request runs")
+            next(child for child in stack.descendants() if child.name() == "nats-server").kill()
+            answer = asking.result()
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["error"]["message"]
+    said = (tmp_path / "state.stderr").read_text()
+    assert said.count("nats-server exited with -9") == 1
 
 
 def test_short_prompts_go_whole_to_a_decode_worker_in_auto_mode(tmp_path: Path) -> None:
