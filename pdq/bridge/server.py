@@ -66,6 +66,8 @@ async def serve(
     settings = parts.settings.bridge
     listener = listener or listen(settings.host, settings.port)
     bridge = Bridge(parts)
+    # What it says of starting and stopping, the bridge and its lifecycle say.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         bridge,
         http=BoundedProtocol,
