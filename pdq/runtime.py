@@ -96,6 +96,25 @@ class Lifecycle:
             task.result()
 
 
+class Trouble:
+    """Of what is tried again until it works, the log has a line when it begins to fail and one when that is over."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log = log
+        self._what = what
+        self._code = ""
+
+    def fails(self, error: PdqError) -> None:
+        level = logging.DEBUG if error.code == self._code else logging.WARNING
+        self._log.log(level, "%s fails (%s), trying again: %s", self._what, error.code, error)
+        self._code = error.code
+
+    def works(self) -> None:
+        if self._code:
+            self._log.info("%s works again", self._what)
+        self._code = ""
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {

@@ -20,6 +20,7 @@ from pdq.core.lease import RecordKey
 from pdq.core.messages import Cancel, End, Failure, OutputAnswer, Resend, TokenEntry, TokenFrame
 from pdq.core.stream import Assembler
 from pdq.ports import Changes, HandoffLedger, Record, Subscription, TokenBus
+from pdq.runtime import Trouble
 from pdq.stages.endings import ended_by, recorded_end
 
 log = logging.getLogger(__name__)
@@ -234,12 +235,14 @@ class InFlight:
     # --- Silence ------------------------------------------------------------------------------------------------------
 
     async def _sweep_for_ever(self) -> None:
+        trouble = Trouble(log, "comparing silent streams with their records")
         while True:
             await asyncio.sleep(min(SWEEP_S, self._silence_s / 2))
             try:
                 await self.sweep()
+                trouble.works()
             except errors.Unavailable as error:
-                log.warning("silent streams cannot be compared with their records: %s", error)
+                trouble.fails(error)
             except Exception:  # without its sweep the bridge would keep none of its promises
                 log.exception("a sweep failed")
 

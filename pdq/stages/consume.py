@@ -17,7 +17,7 @@ from pdq.core.delivery import Ack, Leave, Reject, Retry, verdict
 from pdq.core.errors import PdqError
 from pdq.core.messages import JobInHand
 from pdq.ports import Delivery, Queue
-from pdq.runtime import Lifecycle
+from pdq.runtime import Lifecycle, Trouble
 from pdq.stages.account import elapsed_ms
 from pdq.stages.keepalive import Keepalive
 from pdq.stages.parts import Parts
@@ -93,7 +93,7 @@ class Consumer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _pull_forever(self) -> None:
-        failing = False
+        trouble = Trouble(log, f"pulling from {self._queue}")
         while True:
             await self._room.until(lambda: self._free() > 0)
             order = admission.pull_order(self._pulls, self._parts.settings.admission)
@@ -102,12 +102,10 @@ class Consumer:
                     self._queue, self._parts.model, limit=self._free(), wait_s=PULL_WAIT_S, order=order
                 )
             except PdqError as error:
-                level = logging.DEBUG if failing else logging.WARNING  # once, however long it lasts
-                log.log(level, "cannot pull from %s (%s): %s", self._queue, error.code, error)
-                failing = True
+                trouble.fails(error)
                 await asyncio.sleep(0.5)
                 continue
-            failing = False
+            trouble.works()
             self._pulls += 1
             for delivery in deliveries:
                 task = asyncio.create_task(self._one(delivery))

@@ -17,6 +17,7 @@ from pdq.core.handoff import Side
 from pdq.core.lease import Hold, renewal_period_s
 from pdq.core.settings import LeaseSettings, QueueSettings
 from pdq.ports import Delivery, HandoffLedger, WorkerInfo, WorkerRegistry
+from pdq.runtime import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,11 @@ class Keepalive:
         """Until cancelled."""
         period = renewal_period_s(self._lease.ttl_ms)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_every(period, self._renew))
-            group.create_task(_every(period, self.announce))
-            group.create_task(_every(self._queue.ack_wait_s / 3, self._say_in_progress))
+            at_the_ledger = Trouble(log, "the heartbeat")  # one for both: they have one server
+            group.create_task(_every(period, self._renew, at_the_ledger))
+            group.create_task(_every(period, self.announce, at_the_ledger))
+            at_the_broker = Trouble(log, "the heartbeat of jobs in hand")
+            group.create_task(_every(self._queue.ack_wait_s / 3, self._say_in_progress, at_the_broker))
 
     async def _renew(self) -> None:
         holds = list(self._holds)
@@ -105,14 +108,19 @@ class Keepalive:
                 await delivery.in_progress()
 
 
-async def _every(period_s: float, beat: Callable[[], Awaitable[None]]) -> None:
+async def _every(period_s: float, beat: Callable[[], Awaitable[None]], trouble: Trouble) -> None:
     """Call ``beat`` each period; a server that is away is no reason to stop trying, only to try sooner."""
+    failing = False
     while True:
         await asyncio.sleep(period_s)
         try:
             await beat()
+            if failing:  # a beat that never failed may have had nothing to ask for
+                trouble.works()
+            failing = False
         except PdqError as error:
-            log.warning("heartbeat failed (%s), trying again: %s", error.code, error)
+            trouble.fails(error)
+            failing = True
             await asyncio.sleep(min(period_s / 4, 1.0))
             with contextlib.suppress(PdqError):
                 await beat()

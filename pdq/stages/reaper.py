@@ -17,6 +17,7 @@ from pdq.core.lease import RecordKey
 from pdq.core.messages import DecodeJob, PrefillJob, decode
 from pdq.core.settings import LeaseSettings
 from pdq.ports import Changes, HandoffLedger, JobQueue, Queue, Record, TokenBus
+from pdq.runtime import Trouble
 from pdq.stages.conduct import NOT_OURS
 from pdq.stages.endings import Endings
 from pdq.stages.lost import LostJobs
@@ -41,12 +42,14 @@ class Reaper:
     async def run(self) -> None:
         """Until cancelled."""
         watch = await self._jobs.watch_exhausted(self._exhausted)
+        trouble = Trouble(log, "a reaper's round")
         try:
             while True:
                 try:
                     await self.round()
+                    trouble.works()
                 except errors.PdqError as error:
-                    log.warning("reaper round failed (%s), trying again: %s", error.code, error)
+                    trouble.fails(error)
                 await asyncio.sleep(self._period_s)
         finally:
             with contextlib.suppress(errors.PdqError):

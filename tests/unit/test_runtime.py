@@ -1,8 +1,12 @@
-"""How programs are told to leave, and to stay after all."""
+"""How programs are told to leave, and to stay after all; and how they tell of what fails for a while."""
 
 import asyncio
+import logging
 
-from pdq.runtime import Lifecycle
+import pytest
+
+from pdq.core.errors import Overloaded, Unavailable
+from pdq.runtime import Lifecycle, Trouble
 
 
 def state(lifecycle: Lifecycle) -> str:
@@ -96,3 +100,20 @@ async def test_who_was_sent_a_signal_leaves() -> None:
     lifecycle.stop()
     assert not lifecycle.undrain()
     assert state(lifecycle) == "stopped"
+
+
+def test_a_trouble_that_lasts_is_told_once_for_each_reason_and_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    trouble = Trouble(logging.getLogger("test"), "asking")
+    trouble.works()
+    for error in (Unavailable("refused"), Unavailable("silent"), Overloaded("full"), Overloaded("full")):
+        trouble.fails(error)
+    trouble.works()
+    trouble.works()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "asking fails (unavailable), trying again: refused"),
+        ("WARNING", "asking fails (overloaded), trying again: full"),
+        ("INFO", "asking works again"),
+    ]
