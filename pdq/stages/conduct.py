@@ -95,8 +95,8 @@ class Conductor:
                 raise
             await self.endings.unhappy(key, error)
         except Exception as error:
-            # A defect of ours: the request must not hang for it, and the job is kept for whoever mends it.
-            log.exception("unexpected error at request %s", key.request_id)
+            # A defect of ours: the request must not hang for it, and the job is kept for whoever mends it. Where it
+            # comes from is logged with the job's rejection.
             await self.endings.unhappy(key, errors.PdqError(f"{type(error).__name__}: {error}"))
             raise
 
