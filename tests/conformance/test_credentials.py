@@ -1,7 +1,6 @@
 """Credentials files, with a NATS server in operator mode: who comes in with one, and what is said to who does not."""
 
 import builtins
-import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -136,17 +135,23 @@ async def test_a_file_that_is_being_replaced_while_the_broker_comes_back_is_read
     await connection.close()
 
 
-async def test_when_its_jwt_runs_out_a_connection_ends_and_says_why(
-    operated: Operated, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_when_its_jwt_runs_out_a_connection_waits_for_another_one(
+    operated: Operated, tmp_path: Path, caplog: pytest.LogCaptureFixture, model: str
 ) -> None:
     file = credentials(tmp_path / "brief.creds", operated.account, expires_s=2)
     connection = await nats.connect(settings(operated, file), "brief")
+    queue = nats.NatsQueue(connection, QueueSettings())
+    await queue.ensure_streams()
 
-    async def closed() -> bool:
-        return connection.closed
+    async def tried_in_vain() -> bool:
+        return not connection.connected and "Authorization Violation" in caplog.text
 
-    await eventually(closed)
-    (last,) = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert "closed the connection for good" in last
-    assert "expired" in last.lower()
+    await eventually(tried_in_vain)
+    (lost,) = [record.getMessage() for record in caplog.records if "lost NATS" in record.getMessage()]
+    assert "user authentication expired" in lost
+    with pytest.raises(Unavailable):
+        await queue.publish(Queue.PREFILL, model, b"a job")
+    credentials(file, operated.account)
+    assert await connection.until_connected(30)
+    await queue.publish(Queue.PREFILL, model, b"a job")
     await connection.close()

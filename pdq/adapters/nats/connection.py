@@ -13,17 +13,15 @@ import contextlib
 import itertools
 import logging
 import math
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.client import Server as KnownServer
 from nats.aio.msg import Msg
 
-from pdq.adapters.nats import access, credentials
-from pdq.core.errors import InvalidMessage, InvalidSettings, Unavailable
+from pdq.adapters.nats import access
+from pdq.adapters.nats.client import PatientClient, SentAway, next_server, worth_telling
+from pdq.core.errors import InvalidMessage, Unavailable
 from pdq.core.settings import NatsSettings
 
 PENDING_BYTES: Final = 8 * 1024 * 1024
@@ -38,29 +36,10 @@ PING_S: Final = 10
 PINGS_UNANSWERED: Final = 2
 """A broker that hangs, or whose host is gone, is noticed after half a minute."""
 
-_GONE: Final = (ConnectionError, nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError)
+_GONE: Final = (ConnectionError, nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, SentAway)
 """What breaks a connection, and each attempt to make it anew: told once, with the loss."""
 
 _log = logging.getLogger(__name__)
-
-
-class _Client(Client):
-    """Sends nothing, no credentials above all, to a server that should speak TLS and does not: nats-py would, since it
-    leaves it to the server's greeting whether a connection is encrypted. And reads no file of credentials before it is
-    known to be whole."""
-
-    demands_tls = False
-    credentials = ""
-
-    def _connect_command(self) -> bytes:
-        if self.demands_tls and not self._server_info.get("tls_required"):
-            raise nats.errors.SecureConnWantedError
-        if self.credentials:
-            try:
-                credentials.check(self.credentials)
-            except InvalidSettings as error:
-                raise nats.errors.Error(str(error)) from error  # which it takes for a reason to try again
-        return super()._connect_command()
 
 
 class NoAnswer(Unavailable):
@@ -75,7 +54,7 @@ class Connection:
         self.where = where
         self.slow_consumer_drops = 0
         """Messages that this process was too slow to take."""
-        self._client = _Client()
+        self._client = PatientClient()
         self._up = asyncio.Event()
         self._last_error = ""
         self._reported: set[str] = set()
@@ -95,7 +74,7 @@ class Connection:
         options = access.options_of(settings)
         self._client.demands_tls = access.demands_tls(settings)
         self._client.credentials = settings.credentials
-        logging.getLogger("asyncio").addFilter(_worth_telling)
+        logging.getLogger("asyncio").addFilter(worth_telling)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 await self._client.connect(
@@ -111,7 +90,7 @@ class Connection:
                     ping_interval=PING_S,
                     max_outstanding_pings=PINGS_UNANSWERED,
                     max_reconnect_attempts=-1,
-                    reconnect_to_server_handler=_next_server,
+                    reconnect_to_server_handler=next_server,
                     pending_size=PENDING_BYTES,
                     drain_timeout=math.ceil(DRAIN_S),
                 )
@@ -388,15 +367,3 @@ def description(message: Msg) -> str:
 def _expire(future: asyncio.Future[Msg], subject: str, timeout_s: float) -> None:
     if not future.done():
         future.set_exception(NoAnswer(f"no answer on {subject} within {timeout_s:g} s"))
-
-
-def _worth_telling(record: logging.LogRecord) -> bool:
-    """asyncio warns at the end of each TLS connection that nats-py set it up for plain TCP, which changes nothing."""
-    return "eof_received() has no effect when using ssl" not in str(record.msg)
-
-
-def _next_server(servers: list[KnownServer], info: dict[str, Any]) -> tuple[KnownServer | None, float]:
-    """The server with the fewest failed attempts, after a pause that grows to about a second."""
-    server = min(servers, key=lambda known: known.reconnects)
-    pause_s = min(0.05 * 2 ** min(server.reconnects, 5), 1.0) * random.uniform(0.5, 1.0)
-    return server, pause_s
