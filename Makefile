@@ -8,11 +8,12 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 # Tests wait more than they compute (for programs to start, leases to run out, jobs to come again): several run at a
-# time, each process of pytest with servers of its own. The tests of a file stay together, as they share what they start;
-# the cells of the fault matrix are many and alike.
+# time, each process of pytest with servers of its own. The tests of a file stay together, as they share what they start.
+# The cells of the fault matrix are many and alike; fewer at a time, as a lease's time is what they hold parts to.
 JOBS  ?= 4
+CELLS ?= 2
 SPLIT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
-DEAL  := -n $(JOBS) --dist worksteal
+DEAL  := -n $(CELLS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo up lint unit faults model soak test schemas clean
