@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --constraint 
 # Tests wait more than they compute (for programs to start, leases to run out, jobs to come again): several run at a
 # time, each process of pytest with servers of its own. The tests of a file stay together, as they share what they start.
 # The cells of the fault matrix are many and alike; fewer at a time, as a lease's time is what they hold parts to.
-JOBS  ?= 4
+JOBS  ?= 3
 CELLS ?= 2
 SPLIT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEAL  := -n $(CELLS) --dist worksteal

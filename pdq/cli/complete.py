@@ -37,6 +37,8 @@ _POOLS: Final[Completion] = [(pool.value, f"all {pool} workers") for pool in Poo
 
 
 def _starting(incomplete: str, context: typer.Context, away: bool) -> Completion:
+    import pdq.connect  # noqa: F401  (before the clock runs: it takes a while on a busy machine, and asks nobody)
+
     found = list(_POOLS)
     try:
         settings = load(environment(Path(context.params.get("state_dir") or DEFAULT_STATE_DIR)))

@@ -153,7 +153,7 @@ def running(state_dir: Path, *options: str, env: dict[str, str] | None = None) -
             print(stack.logs())
         raise
     finally:
-        children = stack.descendants() if stack is not None else []
+        children = stack.descendants() if stack is not None and process.poll() is None else []
         if stack is not None:
             stack.inside.close()
         process.send_signal(signal.SIGTERM)

@@ -78,6 +78,7 @@ def test_without_its_broker_pdq_up_ends_soon_says_so_once_and_answers_who_still_
             wait_for(stack.live, "a request runs")
             next(child for child in stack.descendants() if child.name() == "nats-server").kill()
             answer = asking.result()
+        stack.process.wait(60)
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
     said = (tmp_path / "state.stderr").read_text()
